@@ -57,7 +57,7 @@ PROGRAMS ?= 1000
 SEED ?= 0
 .PHONY: test-programs
 test-programs: .venv/installed-test
-	for compiler in dynamo-eager dynamo-aot thunder; do \
+	for compiler in dynamo-eager dynamo-aot thunder thunderfx; do \
 	  $(BIN)/python -m tests.differential --workers $(WORKERS) --programs $(PROGRAMS) --compiler $$compiler --seed $(SEED) || exit 1; \
 	done
 

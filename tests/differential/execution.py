@@ -7,10 +7,13 @@ from __future__ import annotations
 import copy
 import linecache
 import re
+import time
 import traceback
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,13 +21,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from thunder_moe import moe_executor, refresh_, rewrite_report
+from thunder_moe.compilers.thunder.compat import original_thunderfx
 
 from .programs import Program, Statement
 from .runtime import Call, Run, checkpoint, device, exact, gc, is_exact
 
 __all__ = ["COMPILERS", "Outcome", "check", "run_source", "script", "shrink"]
 
-COMPILERS = ("dynamo-eager", "dynamo-aot", "dynamo-inductor", "thunder")
+COMPILERS = ("dynamo-eager", "dynamo-aot", "dynamo-inductor", "thunder", "thunderfx")
 _BACKENDS = {"dynamo-eager": "eager", "dynamo-aot": "aot_eager", "dynamo-inductor": "inductor"}
 # Relative Frobenius error of one tensor: bfloat16 rounds at other places; a stale or unscaled weight is far beyond.
 TOLERANCE = 0.02
@@ -40,17 +44,29 @@ _INVALID = (NameError, AttributeError, SyntaxError)
 
 @dataclass
 class Outcome:
-    """What came of a program: `failure` is None when compiled and eager execution agree; `rewritten` and `gemms` are
-    numbers of grouped GEMMs in the report; `invalid`: eager execution failed; `refused`: by one of `REFUSALS`."""
+    """What came of a program.
+
+    Attributes:
+        failure: None when compiled and eager execution agree.
+        gemms: numbers of grouped GEMMs in the report, by decision.
+        invalid: eager execution failed.
+        refused: the one of `REFUSALS` that ended it.
+        stock_fails: how the compiler fails without thunder_moe, where both fail.
+        eager_raised: eager execution raised in a call.
+        details: of what is no failure.
+    """
 
     failure: str | None = None
-    rewritten: int = 0
-    gemms: int = 0
+    gemms: Counter[str] = field(default_factory=Counter)
     invalid: bool = False
-    refused: bool = False
-    stock_fails: bool = False
+    refused: str | None = None
+    stock_fails: str | None = None
     eager_raised: bool = False
     details: list[str] = field(default_factory=list)
+
+    @property
+    def rewritten(self) -> int:
+        return self.gemms.total() - self.gemms["16-bit"]
 
 
 def check(program: Program, compiler: str, *, ask_stock: bool = True, noise_runs: int = 30) -> Outcome:
@@ -64,8 +80,12 @@ def check(program: Program, compiler: str, *, ask_stock: bool = True, noise_runs
     outcome = _compare(program, source, compiler, expected, noise_runs)
     if ask_stock and outcome.failure is not None and not outcome.failure.startswith("report"):
         stock = _compare(program, source, compiler, expected, noise_runs, stock=True)
-        if stock.failure is not None:
-            return Outcome(stock_fails=True, details=[outcome.failure, stock.failure])
+        # No error of the compiler's own excuses a wrong number.
+        if stock.failure is not None and (_raised(outcome) or not _raised(stock)):
+            reason = _reason(outcome.failure)
+            if _reason(stock.failure) != reason:
+                reason = f"{reason} | alone: {_reason(stock.failure)}"
+            return Outcome(stock_fails=reason, details=[outcome.failure, stock.failure])
     return outcome
 
 
@@ -77,16 +97,16 @@ def _compare(
     functions: list[Any] = []
 
     def compile_(model: nn.Module) -> Callable:
-        functions.append(_compiled(model, compiler, program.fullgraph, stock))
+        functions.append(_compiled(model, compiler, program, stock))
         return functions[-1]
 
-    if stock and compiler == "thunder":
+    if stock and compiler.startswith("thunder"):
         source = source.replace("torch._grouped_mm(", "loop_grouped_mm(").replace("F.grouped_mm(", "loop_grouped_mm(")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         actual = _execute(program, source, compile_)
     last = actual.calls[-1].raised or ""
-    outcome.refused = any(refusal in last for refusal in REFUSALS)
+    outcome.refused = next((refusal for refusal in REFUSALS if refusal in last), None)
     if outcome.refused:  # what was done before that has to be right
         actual.calls.pop()
         del expected.calls[len(actual.calls) :]
@@ -107,15 +127,32 @@ def _compare(
     return outcome
 
 
-def _compiled(model: nn.Module, compiler: str, fullgraph: bool, stock: bool) -> Callable:
+def _compiled(model: nn.Module, compiler: str, program: Program, stock: bool) -> Callable:
     if compiler == "thunder":
         import thunder
 
-        return thunder.jit(model, executors=[] if stock else [moe_executor])
+        return thunder.jit(model, executors=[]) if stock else thunder.jit(
+            model, executors=[moe_executor], moe_format=program.format
+        )  # fmt: skip
+    function: Any = model
+    if program.entry == "function":
+
+        def function(*arguments: Tensor) -> Any:
+            return model(*arguments)
+
+    options: dict[str, Any] = dict(fullgraph=program.fullgraph, dynamic=program.dynamic)
+    if compiler == "thunderfx":
+        from thunder.dynamo import ThunderCompiler, thunderfx
+
+        if not stock:
+            return thunderfx(function, executors=[moe_executor], moe_format=program.format, **options)
+        # Thunder's own does not run on torch 2.12 and newer without this.
+        return torch.compile(function, backend=partial(original_thunderfx, ThunderCompiler(executors=[])), **options)
     inner = _BACKENDS[compiler]
     if stock:
-        return torch.compile(model, backend=inner, fullgraph=fullgraph)
-    return torch.compile(model, backend="thunder_moe", fullgraph=fullgraph, options={"thunder_moe.inner": inner})
+        return torch.compile(function, backend=inner, **options)
+    chosen = {"thunder_moe.inner": inner, "thunder_moe.format": program.format}
+    return torch.compile(function, backend="thunder_moe", options=chosen, **options)
 
 
 def _execute(program: Program, source: str, compile_: Callable[[nn.Module], Callable]) -> Run:
@@ -124,14 +161,16 @@ def _execute(program: Program, source: str, compile_: Callable[[nn.Module], Call
     linecache.cache[filename] = (len(source), None, source.splitlines(True), filename)
     eager = compile_.__name__ == "<lambda>"
     names = dict(
-        torch=torch, nn=nn, F=F, checkpoint=checkpoint, exact=exact, gc=gc, loop_grouped_mm=_loop_grouped_mm,
+        torch=torch, nn=nn, F=F, checkpoint=checkpoint, copy=copy, exact=exact, gc=gc,
+        loop_grouped_mm=_loop_grouped_mm,
         cond=_eager_cond if eager else torch.cond, noisy=_noisy,
     )  # fmt: skip
     exec(compile(source, filename, "exec"), names)
 
-    def make() -> tuple[nn.Module, Callable]:
-        with device():
-            model = names["Model"]()
+    def make(model: nn.Module | None = None) -> tuple[nn.Module, Callable]:
+        if model is None:
+            with device():
+                model = names["Model"]()
         return model, _Checked(model) if eager else compile_(model)
 
     run = Run(*make(), program.sizes, refresh_, make)
@@ -239,7 +278,7 @@ def _unreported(program: Program, source: str, compiler: str, function: Any, out
         entries = list(rewrite_report(function))
     except ValueError:
         return [] if outcome.eager_raised or outcome.refused else ["report: there is none"]
-    outcome.gemms, outcome.rewritten = len(entries), sum(entry.rewritten for entry in entries)
+    outcome.gemms.update(entry.decision for entry in entries)
     problems = [f"report: {entry.gemm.weight} has no reason" for entry in entries if not entry.reason]
     if outcome.eager_raised or outcome.refused:
         return problems
@@ -262,16 +301,32 @@ def _unreported(program: Program, source: str, compiler: str, function: Any, out
     return problems
 
 
-def shrink(program: Program, compiler: str, attempts: int = 300) -> Program:
+def shrink(program: Program, compiler: str, attempts: int = 300, seconds: float = float("inf")) -> Program:
     """The program without the statements that its failure does not need, as far as so many attempts tell."""
+    end = time.monotonic() + seconds
     kind, smaller = _kind(check(program, compiler, ask_stock=False, noise_runs=3)), _smaller(program)
     for _ in range(attempts):
         candidate = next(smaller, None)
-        if candidate is None:
+        if candidate is None or time.monotonic() > end:
             break
         if _kind(check(candidate, compiler, ask_stock=False, noise_runs=3)) == kind:
             program, smaller = candidate, _smaller(candidate)
     return program
+
+
+def _raised(outcome: Outcome) -> bool:
+    first = (outcome.failure or "").split("\n")[0]
+    return "raised" in first and "raised None" not in first
+
+
+def _reason(failure: str) -> str:
+    """The first line of a failure without what differs from program to program."""
+    if "between calls" in failure:  # then the last line of the traceback
+        failure = "between calls: " + failure.split(", eagerly None")[0].strip().splitlines()[-1]
+    line = failure.replace(" raised:\n", " raised: ").split("\n")[0].split(" while tracing")[0]
+    for pattern, text in ((r"^call \d+: ", ""), (r"\d+(\.\d+)?(e[-+]\d+)?", "N"), (r"\b[a-z]+N\b", "NAME")):
+        line = re.sub(pattern, text, line)
+    return line[:200]
 
 
 def _kind(outcome: Outcome) -> str | None:
@@ -313,7 +368,7 @@ def _paths(statements: list[Statement]) -> Iterator[tuple[int, ...]]:
 
 def script(program: Program, compiler: str, device: str = "cpu") -> str:
     """A script that runs the program by itself, from the root of the repository."""
-    fields = {name: getattr(program, name) for name in ("seed", "sizes", "fullgraph")}
+    fields = {name: getattr(program, name) for name in ("seed", "sizes", "fullgraph", "format", "dynamic", "entry")}
     return (
         f"# {', '.join(sorted(program.features))}\n"
         "import sys\n\n"

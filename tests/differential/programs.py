@@ -44,6 +44,9 @@ class Program:
         steps: statements of ``drive(run)``: calls and updates of weights.
         fullgraph: there is no graph break.
         features: names of what the program makes use of.
+        format: the number format of the weights.
+        dynamic: torch.compile's option.
+        entry: "module", or "function" to compile a function that calls the module.
     """
 
     seed: int
@@ -55,6 +58,9 @@ class Program:
     steps: list[Statement] = field(default_factory=list)
     fullgraph: bool = True
     features: set[str] = field(default_factory=set)
+    format: str = "nvfp4"
+    dynamic: bool | None = None
+    entry: str = "module"
 
     def source(self) -> str:
         init = Statement("def __init__(self):", [Statement("super().__init__()"), *self.weights])
@@ -74,6 +80,7 @@ class Weight:
     n: int
     k: int
     transposed: bool
+    frozen: bool = True
 
     @property
     def read(self) -> str:
@@ -93,7 +100,14 @@ DISABLED: dict[str, dict[str, str]] = {
     "dynamo-eager": {},
     "dynamo-aot": {},
     "dynamo-inductor": {},
+    "thunderfx": {
+        "swap_tensors": "torch refuses it: Thunder's graphs have weak references to parameters",
+        "swapped tensors": "torch refuses it: Thunder's graphs have weak references to parameters",
+    },
     "thunder": {
+        "weight fill": _UNTRACED,
+        "aten": _UNTRACED,
+        "weight aten": _UNTRACED,
         "cond": _UNTRACED,
         "graph break": "Thunder has none",
         "out=": _UNTRACED,
@@ -108,6 +122,11 @@ DISABLED: dict[str, dict[str, str]] = {
         "routed experts": _UNTRACED,
         "in-place silu": "Thunder's gradient is wrong",
         "new parameter": _PARAMETERS,
+        "new list item": _PARAMETERS,
+        "new submodule": _PARAMETERS,
+        "exchanged blocks": _PARAMETERS,
+        "dynamic": "an option of torch.compile",
+        "function": "Thunder takes no parameters from a closure",
         "load_state_dict(assign=True)": _PARAMETERS,
     },
 }
@@ -127,7 +146,16 @@ class Generator:
         self.random = random.Random(seed)
         self.disabled = disabled
         self.experts = self.random.randint(2, 4)
-        self.program = Program(seed, (self.experts, self.random.choice(WIDTHS)))
+        # Blocks of MXFP8 have 32 values.
+        self.sizes, self.halves, format = WIDTHS, (16, 32), "nvfp4"
+        if self.chance(0.15) and "mxfp8" not in disabled:
+            self.sizes, self.halves, format = (32, 64), (32,), "mxfp8"
+        self.program = Program(seed, (self.experts, self.random.choice(self.sizes)), format=format)
+        self.program.features.update({"mxfp8"} & {format})
+        if self.chance(0.1) and self.use("dynamic"):
+            self.program.dynamic = True
+        if self.chance(0.1) and self.use("function"):
+            self.program.entry = "function"
         self.widths = {"x": self.program.sizes[1]}
         self.weights: list[Weight] = []
         self.names = 0
@@ -188,6 +216,8 @@ class Generator:
         if "grad modes" in self.hazards:
             kinds += [self.grad_mode, self.grad_mode]
         kinds += [self.helper]
+        if not self.nested and self.chance(0.15):
+            kinds += [self.blocks, self.blocks]
         if not self.nested and self.chance(0.3):
             kinds += [self.dense_experts, self.routed_experts, self.routed_experts]
         return self.random.choice(kinds)(body, rows)
@@ -226,7 +256,7 @@ class Generator:
         else:
             text = f"self.{name} = {parameter}"
         self.program.weights.append(Statement(text))
-        new = Weight(name, n, k, transposed)
+        new = Weight(name, n, k, transposed, frozen)
         self.weights.append(new)
         return new
 
@@ -267,13 +297,13 @@ class Generator:
     # ---- segments
 
     def plain(self, body: list[Statement], rows: str) -> str:
-        weight = self.weight(self.random.choice(WIDTHS), self.widths[rows])
+        weight = self.weight(self.random.choice(self.sizes), self.widths[rows])
         out = self.name("y", weight.n)
         body.append(Statement(f"{out} = {self.gemm(rows, weight.read, weight.transposed)}"))
         return out
 
     def swiglu(self, body: list[Statement], rows: str) -> str:
-        n, k = self.random.choice(WIDTHS), self.widths[rows]
+        n, k = self.random.choice(self.sizes), self.widths[rows]
         transposed = self.chance(0.2)
         same = None if self.chance(0.1) else transposed
         gate, up = self.name("gate", n), self.name("up", n)
@@ -291,8 +321,41 @@ class Generator:
         self.hazard(body, rows, gate)
         return self.activation(body, gate, up, n)
 
+    def blocks(self, body: list[Statement], rows: str) -> str:
+        """Modules of one class in a list, each with its own weights: SwiGLU and a projection back."""
+        if not self.use("blocks"):
+            return self.plain(body, rows)
+        k, n, name, number = self.widths[rows], self.random.choice(self.halves), self.name("Block"), len(self.weights)
+        frozen, form = self.chance(0.7), self.random.choice(("chunk(2, -1)", f"split({n}, -1)"))
+        parameter = f"nn.Parameter(exact({{}}, {number} + seed), requires_grad={not frozen})"
+        init = [
+            Statement("super().__init__()"),
+            Statement(f"self.w{number} = {parameter.format(f'{self.experts}, {2 * n}, {k}')}"),
+            Statement(f"self.w{number + 1} = {parameter.format(f'{self.experts}, {k}, {n}')}"),
+        ]
+        forward = [
+            Statement(f"gate, up = {self.gemm('r', f'self.w{number}', False)}.{form}"),
+            Statement(f"return {self.gemm('F.silu(gate) * up', f'self.w{number + 1}', False)}"),
+        ]
+        self.program.definitions.append(
+            Statement(
+                f"class {name}(nn.Module):",
+                [Statement("def __init__(self, seed):", init), Statement("def forward(self, r, o):", forward)],
+            )
+        )
+        number_of_blocks, out = self.random.randint(2, 3), self.name("y", k)
+        self.program.weights.append(
+            Statement(f"self.b{number} = nn.ModuleList([{name}(10 * i) for i in range({number_of_blocks})])")
+        )
+        for block in range(2):  # an even number, as the names need
+            for offset, (rows_of, columns) in enumerate(((2 * n, k), (k, n))):
+                self.weights.append(Weight(f"b{number}[{block}].w{number + offset}", rows_of, columns, False, frozen))
+        body.append(Statement(f"{out} = {rows}"))
+        body.append(Statement(f"for block in self.b{number}:", [Statement(f"{out} = block({out}, o)")]))
+        return out
+
     def fused_swiglu(self, body: list[Statement], rows: str) -> str:
-        n, k = self.random.choice((16, 32)), self.widths[rows]
+        n, k = self.random.choice(self.halves), self.widths[rows]
         weight = self.weight(2 * n, k)
         both, gate, up = self.name("both", 2 * n), self.name("gate", n), self.name("up", n)
         body.append(Statement(f"{both} = {self.gemm(rows, weight.read, weight.transposed)}"))
@@ -415,7 +478,7 @@ class Generator:
     def cond(self, body: list[Statement], rows: str) -> str:
         if not self.use("cond"):
             return self.plain(body, rows)
-        n = self.random.choice(WIDTHS)
+        n = self.random.choice(self.sizes)
         out, names = self.name("c", n), []
         for _ in range(2):
             weight = self.weight(n, self.widths[rows])
@@ -428,7 +491,7 @@ class Generator:
     def autograd_function(self, body: list[Statement], rows: str) -> str:
         if not self.use("autograd.Function"):
             return self.plain(body, rows)
-        weight = self.weight(self.random.choice(WIDTHS), self.widths[rows], False)
+        weight = self.weight(self.random.choice(self.sizes), self.widths[rows], False)
         name, out = self.name("Function"), self.name("c", weight.n)
         forward = Statement(
             "def forward(ctx, r, w, o):",
@@ -447,7 +510,7 @@ class Generator:
         """All experts on all tokens, and the router's choice in their factors: Llama 4's layer in transformers."""
         if not self.use("dense experts"):
             return self.plain(body, rows)
-        k, n, width = self.widths[rows], self.random.choice((16, 32)), self.random.choice(WIDTHS)
+        k, n, width = self.widths[rows], self.random.choice(self.halves), self.random.choice(self.sizes)
         gate_up, down = self.weight(2 * n, k, True), self.weight(width, n, True)
         logits, y = self.name("logits"), self.name("y", width)
         self.program.weights.append(
@@ -548,8 +611,8 @@ class Generator:
         if self.nested or not self.use("routed experts"):
             return self.plain(body, rows)
         top_k = self.random.randint(1, self.experts)
-        k, n = self.widths[rows], self.random.choice((16, 32))
-        width = k if self.chance(0.8) else self.random.choice(WIDTHS)
+        k, n = self.widths[rows], self.random.choice(self.halves)
+        width = k if self.chance(0.8) else self.random.choice(self.sizes)
         gate_up, down, y = self.weight(2 * n, k), self.weight(width, n), self.name("y", width)
         self.router(body, top_k)
         offsets = self.random.choice(
@@ -594,7 +657,7 @@ class Generator:
             body.append(Statement("torch._dynamo.graph_break()"))
             return rows
         if self.chance(0.5):
-            weight = self.weight(self.random.choice(WIDTHS), self.widths[rows])
+            weight = self.weight(self.random.choice(self.sizes), self.widths[rows])
             name, out = self.name("helper"), self.name("y", weight.n)
             text = f"return {self.gemm('r', 'w', weight.transposed)}"
             self.program.definitions.append(Statement(f"def {name}(r, w, o):", [Statement(text)]))
@@ -711,21 +774,38 @@ class Generator:
         if self.use("inference"):
             modes.append("inference")
         mode = self.random.choice(modes)
+        varied = self.program.dynamic or self.chance(0.1)
+        # Of a row of the inputs each has its own memory, unless:
+        inputs = ("view", "one tensor of offsets", "expanded factor")
         for number in range(self.random.randint(2, 5)):
             if number and self.chance(0.7):
                 self.update()
+            elif number and "train" in mode:
+                self.unseen_update()
             mode = self.random.choice(modes) if self.chance(0.6) else mode
-            rows = counts[self.chance(0.15)]
-            steps.append(Statement(f'run.call("{mode}", {self.shuffled(rows)}, {number})'))
+            rows = self.rows() if varied else counts[self.chance(0.15)]
+            form = self.random.choice(inputs) if self.chance(0.1) else ""
+            given = f', inputs="{form}"' if form and self.use(form) else ""
+            steps.append(Statement(f'run.call("{mode}", {self.shuffled(rows)}, {number}{given})'))
+
+    def unseen_update(self) -> None:
+        """A change that leaves no trace, of a weight that has just been trained: seen all the same."""
+        trained = [weight for weight in self.weights if not weight.frozen and weight.name.startswith(("w", "k"))]
+        plain = not self.hazards & {"grad modes", "nested", "weights"}
+        toggled = {"requires_grad toggled", "detach"} & self.program.features
+        if trained and plain and not toggled and self.use("data update after training"):
+            name = self.random.choice(trained).name
+            self.program.steps.append(Statement(f"m.{name}.data.mul_({self.random.choice((2.0, -1.0))})"))
 
     def other_module(self) -> None:
         """Has some programs go on with another module of their class; two weights of the first may share memory, which
         those of the other do not."""
         chosen, steps = random.Random(f"other module {self.program.seed}"), self.program.steps
-        if chosen.random() > 0.15:
+        if chosen.random() > 0.2:
             return
-        self.program.features.add("other module")
-        steps.insert(chosen.randrange(1, len(steps)), Statement("m = run.other()"))
+        copied = chosen.random() < 0.3
+        self.program.features.add("copied module" if copied else "other module")
+        steps.insert(chosen.randrange(1, len(steps)), Statement(f"m = run.other({'copied=True' if copied else ''})"))
         pairs = [
             (a, b) for a, b in itertools.combinations(self.weights, 2)
             if (a.n, a.k, a.transposed) == (b.n, b.k, b.transposed)
@@ -764,7 +844,33 @@ class Generator:
             "data update": f"{w}.data.mul_({factor})\nrun.refresh(m)",
             "numpy update": f"{w}.data.view(torch.int16).numpy()[...] ^= -32768\nrun.refresh(m)",
             "garbage collection": "gc.collect()",
+            "refresh_": "run.refresh(m)",
+            "vector_to_parameters": "nn.utils.vector_to_parameters(nn.utils.parameters_to_vector(m.parameters())"
+            f" * {factor}, m.parameters())",
         }
+        if "vector_to_parameters" not in self.program.features:  # else it is the storage of all
+            new = f"({w}.data * {factor}).untyped_storage()"
+            forms["storage update"] = f"{w}.data.untyped_storage().copy_({new})\nrun.refresh(m)"
+        new = f"nn.Parameter({w}.detach() * {factor}, requires_grad={w}.requires_grad)"
+        forms["swapped tensors"] = (
+            f"torch.utils.swap_tensors({w}, {new} if isinstance({w}, nn.Parameter) else {w} * {factor})"
+        )
+        if not {"routed experts", "dense experts"} & self.program.features:  # whose logits get ties in bfloat16
+            forms["module to"] = "m.to(torch.float64).to(torch.bfloat16)"
+        blocks = [weight.name.partition("[")[0] for weight in self.weights if weight.name.startswith("b")]
+        if blocks:
+            block = self.random.choice(blocks)
+            forms["exchanged blocks"] = f"m.{block}[0], m.{block}[1] = m.{block}[1], m.{block}[0]"
+            forms["loaded block"] = f"m.{block}[0].load_state_dict(m.{block}[1].state_dict())"
+        modules = [weight for weight in self.weights if weight.name.startswith("s")]
+        if modules:
+            parent = self.random.choice(modules).name.partition(".")[0]
+            forms["new submodule"] = (
+                f"m.{parent} = copy.deepcopy(m.{parent})\nfor parameter in m.{parent}.parameters():\n"
+                f"    parameter.data = parameter.data * {factor}"
+            )
+        if weight.name.startswith("l"):
+            forms["new list item"] = f"{w} = {new}"
         if "reentrant checkpoint" in self.program.features:
             # Dynamo makes another kind of checkpoint of it: a thawed weight gets a gradient, which eager execution does
             # not compute while no input requires one. Dynamo before torch 2.13 does so only if it compiles again.

@@ -7,6 +7,7 @@ All weights are exact in NVFP4 (and stay so: updates multiply by powers of two, 
 
 from __future__ import annotations
 
+import copy
 import functools
 import gc
 from collections.abc import Callable
@@ -18,7 +19,7 @@ import torch.nn.functional as F  # noqa: F401  (for the programs)
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint  # noqa: F401  (for the programs)
 
-__all__ = ["Call", "Run", "exact", "gc", "is_exact", "tensors_on"]
+__all__ = ["Call", "Run", "copy", "exact", "gc", "is_exact", "tensors_on"]
 
 BF16 = torch.bfloat16
 _device = torch.device("cpu")
@@ -95,7 +96,7 @@ class Run:
         function: the model itself, or what a compiler made of it.
         sizes: (experts, features of the input).
         refresh: tells the compiler of weights that have changed unseen.
-        another: makes another module of the same class, and its callable.
+        another: makes the callable of a module; of another one of the same class for None.
     """
 
     def __init__(
@@ -104,14 +105,14 @@ class Run:
         function: Callable,
         sizes: tuple[int, int],
         refresh: Callable[[nn.Module], Any],
-        another: Callable[[], tuple[nn.Module, Callable]] | None = None,
+        another: Callable[[nn.Module | None], tuple[nn.Module, Callable]] | None = None,
     ) -> None:
         self.model, self.function, self.refresh = model, function, refresh
         self._another, self._other = another, None
         self.experts, self.features = sizes
         self.calls: list[Call] = []
 
-    def call(self, mode: str, rows: tuple[int, ...], seed: int) -> None:
+    def call(self, mode: str, rows: tuple[int, ...], seed: int, inputs: str = "") -> None:
         """Calls the model and records outputs, changes of inputs, parameters and buffers, and gradients.
 
         Args:
@@ -119,6 +120,7 @@ class Run:
                 or "inference".
             rows: of each expert.
             seed: of the inputs.
+            inputs: "view" (rows in the middle of a tensor), "one tensor of offsets" (given twice) or "expanded factor".
         """
         generator = torch.Generator().manual_seed(seed)
         leaves = dict(
@@ -130,6 +132,12 @@ class Run:
         # Those a program may change in place, which leaves forbid.
         given = {name: leaf.clone() for name, leaf in leaves.items()}
         given |= dict(o=_offsets(rows), p=_offsets(rows[::-1]))
+        if inputs == "view":
+            given["x"] = torch.cat([leaves["x"], leaves["x"]])[sum(rows) :]
+        elif inputs == "one tensor of offsets":
+            given["p"] = given["o"]
+        elif inputs == "expanded factor":
+            given["s"] = leaves["s"][:1].clone().expand(sum(rows), 1)
         self.model.zero_grad(set_to_none=True)
         record = Call()
         self.calls.append(record)
@@ -159,9 +167,10 @@ class Run:
         graded = leaves | parameters
         record.tensors |= {f"grad {n}": v.grad.clone() for n, v in graded.items() if v.grad is not None}
 
-    def other(self) -> nn.Module:
-        """Goes on with another module of the same class, which compiled graphs may serve, too; then with the first."""
-        other = self._other or self._another()
+    def other(self, copied: bool = False) -> nn.Module:
+        """Goes on with another module of the same class, or a copy, which compiled graphs may serve, too; then with
+        the first."""
+        other = self._other or self._another(copy.deepcopy(self.model) if copied else None)
         (self.model, self.function), self._other = other, (self.model, self.function)
         return self.model
 

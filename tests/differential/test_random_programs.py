@@ -1,23 +1,28 @@
 """Random programs, compiled and eager: both agree, and most programs have a GEMM in NVFP4.
-Called by pytest; calls programs and execution. The fast set runs three programs per compiler except inductor, all tests
-two with inductor and twenty and more with the others, ``python -m tests.differential`` thousands.
+Called by pytest; calls programs, execution and workers. The fast set runs three programs per compiler except inductor
+and thunderfx, all tests two with inductor, five with thunderfx and twenty and more with the others,
+``python -m tests.differential`` thousands.
 """
 
+import os
 import random
+import time
 
 import pytest
 import torch
 
 from thunder_moe.formats.nvfp4 import dequantize, quantize
 
-from .execution import check, script, shrink
+from . import workers
+from .execution import Outcome, check, script, shrink
 from .programs import DISABLED, Program, Statement, generate
 from .runtime import Run, exact, is_exact
+from .workers import Settings, outcomes
 
 FAST = range(3)  # seeds
 PROGRAMS = 5  # of one slow test
-CHUNKS = {"dynamo-eager": 6, "dynamo-aot": 6, "thunder": 4}
-TESTS = [pytest.param(compiler, FAST, id=f"{compiler}-fast") for compiler in CHUNKS] + [
+CHUNKS = {"dynamo-eager": 6, "dynamo-aot": 6, "thunder": 4, "thunderfx": 1}
+TESTS = [pytest.param(compiler, FAST, id=f"{compiler}-fast") for compiler in CHUNKS if compiler != "thunderfx"] + [
     pytest.param(
         compiler,
         range(first := len(FAST) + chunk * PROGRAMS, first + PROGRAMS),
@@ -97,3 +102,38 @@ def test_programs_are_reproducible_and_vary():
     random.seed(1)
     assert sources == [generate(seed).source() for seed in range(50)]
     assert len(set(sources)) == 50
+
+
+def test_a_crash_and_a_hang_are_failures_of_their_seeds(monkeypatch):
+    def fails(program, compiler):
+        if program.seed == 12:
+            os.abort()
+        if program.seed == 13:
+            time.sleep(60)
+        return Outcome()
+
+    monkeypatch.setattr(workers, "check", fails)
+    settings = Settings("dynamo-eager", frozenset(), limit=0.5)
+    found = {f.seed: f.outcome.failure for f in outcomes(range(10, 15), settings, workers=2, seconds=60)}
+    assert sorted(found) == list(range(10, 15))
+    assert "exit code -6" in found[12]
+    assert "exit code 1" in found[13]
+    assert "in fails" in found[13]  # where it hangs
+    assert [found[seed] for seed in (10, 11, 14)] == [None] * 3
+
+
+def test_no_program_is_started_when_the_time_is_over(monkeypatch):
+    monkeypatch.setattr(workers, "check", lambda program, compiler: time.sleep(0.1) or Outcome())
+    found = list(outcomes(range(1000), Settings("dynamo-eager", frozenset()), workers=1, seconds=0.5))
+    assert 1 <= len(found) <= 5
+
+
+@pytest.mark.slow
+def test_a_failure_is_told_when_the_time_is_over_while_it_shrinks(monkeypatch):
+    monkeypatch.setattr(workers, "check", lambda program, compiler: Outcome(failure="wrong"))
+    monkeypatch.setattr(workers, "shrink", lambda program, compiler, seconds: time.sleep(60))
+    monkeypatch.setattr(workers, "GRACE", 0.1)
+    settings = Settings("dynamo-eager", frozenset(), shrinking=60)
+    (found,) = outcomes(range(7, 8), settings, workers=1, seconds=3)
+    assert (found.seed, found.outcome.failure) == (7, "wrong")
+    assert "run_source(" in found.script
