@@ -16,7 +16,7 @@ from torch import nn
 
 from thunder_moe import weight_cache
 from thunder_moe.formats.nvfp4 import dequantize, quantize
-from thunder_moe.weight_cache import changed, get, operands, refresh, refresh_, stacked_layout
+from thunder_moe.weight_cache import changed, get, operands, refresh, refresh_, stacked_layout, swizzled
 
 
 @pytest.fixture
@@ -147,6 +147,23 @@ def test_copies_of_a_model_die_with_it():
     assert not any(reference() is None for reference in copies)
     del model
     assert are_freed(copies)
+
+
+@pytest.mark.parametrize("n", [128, 40])
+def test_swizzling_new_data_leaves_the_old_data_alone(n):
+    """What needs no padding is shared by the copy."""
+    first, second = quantize(torch.randn(3, n, 64)), quantize(torch.randn(3, n, 64))
+    buffers = [tensor.clone() for tensor in first.tensors()]
+    old = [buffer.data for buffer in buffers]
+    swizzled(*buffers)
+    for buffer, new in zip(buffers, second.tensors(), strict=True):
+        buffer.data = new.clone()
+    given = swizzled(*buffers)
+    for tensor, expected in zip(old, first.tensors(), strict=True):
+        assert torch.equal(tensor.view(torch.uint8), expected.view(torch.uint8))
+    fresh = [tensor.clone() for tensor in second.tensors()]
+    for tensor, expected in zip(given, swizzled(*fresh), strict=True):
+        assert torch.equal(tensor.view(torch.uint8), expected.view(torch.uint8))
 
 
 def test_a_new_shape_gets_new_tensors():

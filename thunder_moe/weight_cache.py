@@ -195,6 +195,9 @@ def _make(weights: _Tensors, recipe: _Recipe) -> _Entry:
     for weight in weights:
         vars(weight.untyped_storage()).setdefault(_MARK, object())
     states = tuple(map(_state, weights))
+    was, now = ([state[3] for state in each] for each in (kept.states if kept else (), states))  # addresses
+    if recipe[0] == "swizzle" and was != now:
+        kept = None  # it may share the memory that its weights had before, which is not the cache's to write
     # Normal tensors under inference mode too: later calls write to them, and save them for a backward.
     with torch.inference_mode(False), torch.no_grad():
         packed: PackedWeight
