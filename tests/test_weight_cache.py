@@ -16,6 +16,7 @@ from torch import nn
 
 from thunder_moe import weight_cache
 from thunder_moe.formats.nvfp4 import dequantize, quantize
+from thunder_moe.kernels import slow_paths
 from thunder_moe.weight_cache import changed, get, operands, refresh, refresh_, stacked_layout, swizzled
 
 
@@ -269,6 +270,7 @@ def test_new_data_keep_the_addresses():
     assert is_right(weight, partner)
 
 
+@pytest.mark.filterwarnings("ignore:thunder_moe. a weight")
 @pytest.mark.parametrize("stacked", [False, True])
 def test_new_parameters_over_the_same_memory(stacked):
     """Their version counters begin at 0, and they often get the `id` of the last one."""
@@ -277,6 +279,23 @@ def test_new_parameters_over_the_same_memory(stacked):
         assert is_right(*first, nn.Parameter(base.data, requires_grad=False))
         with torch.no_grad():
             base.mul_(2 - number % 2 * 1.5)
+
+
+def test_tensors_of_the_same_memory_get_a_warning(monkeypatch):
+    monkeypatch.setattr(slow_paths, "_warned", set())
+    base, other, models = parameter(2, 8, 32), parameter(2, 8, 32), [parameter(2, 8, 32) for _ in range(4)]
+    flat = torch.randn(4, 2, 8, 32, dtype=torch.bfloat16)
+    for step in range(4):  # changes, and parts of one buffer: no warning
+        get(nn.Parameter(flat[step], requires_grad=False))
+        get(nn.Parameter(base, requires_grad=False), other)
+        get(models[step])
+        with torch.no_grad():
+            base.mul_(-3)
+    assert not slow_paths._warned
+    for _ in range(2):
+        get(base[:])
+    with pytest.warns(UserWarning, match=r"shape \(2, 8, 32\) was quantized for a third tensor of the same memory"):
+        get(base[:])
 
 
 def test_a_weight_that_takes_turns_with_others_behind_the_same_one():

@@ -30,6 +30,7 @@ from thunder_moe.formats.layouts import LINEAR, SWIZZLED_128X4
 from thunder_moe.formats.weight import NVFP4Weight, PackedWeight
 from thunder_moe.kernels import select
 from thunder_moe.kernels.forks import ForkLock
+from thunder_moe.kernels.slow_paths import warn_once
 from thunder_moe.ops import grouped_mm
 
 __all__ = ["changed", "get", "operands", "pad_rows", "refresh", "refresh_", "stacked_layout", "swizzled"]
@@ -39,9 +40,16 @@ _Tensors = tuple[torch.Tensor, ...]
 _Recipe = tuple[Any, ...]  # "quantize" or "swizzle", then the arguments of `_quantize` or `_swizzle`
 
 _COPIES = "_thunder_moe_copies"  # the attribute of a weight that holds its `_Copies`
-_MARK = "_thunder_moe_mark"  # the attribute of a storage with a mark, until a declared change removes it
+_MARK = "_thunder_moe_mark"  # the attribute of a storage with its `_Mark`, until a declared change removes it
 _REFERENCE = attrgetter(f"{_COPIES}.reference")
 _LOCK = ForkLock()  # held while a copy is made, not by the lookup of one that is up to date
+
+
+class _Mark:
+    """Marks a storage whose copies are up to date as far as is declared, and counts new copies of the same memory."""
+
+    memory: tuple[Any, ...] = ()
+    copies: int = 0
 
 
 @dataclass
@@ -192,8 +200,7 @@ def _make(weights: _Tensors, recipe: _Recipe) -> _Entry:
     entries, key = first.entries, (recipe, *[other.reference for other in others])
     kept = entries.get(key)
     # Taken before the weights are read: what changes them meanwhile makes the copy out of date.
-    for weight in weights:
-        vars(weight.untyped_storage()).setdefault(_MARK, object())
+    mark, *_ = [vars(weight.untyped_storage()).setdefault(_MARK, _Mark()) for weight in weights]
     states = tuple(map(_state, weights))
     was, now = ([state[3] for state in each] for each in (kept.states if kept else (), states))  # addresses
     if recipe[0] == "swizzle" and was != now:
@@ -215,6 +222,16 @@ def _make(weights: _Tensors, recipe: _Recipe) -> _Entry:
         # The weight has moved, and wants another layout here; or one that was stacked with it has died.
         if entry.packed.device != packed.device or None in [reference() for reference in other[1:]]:
             del entries[other]
+    if kept is None:
+        memory = recipe, *[state[:5] for state in states]
+        mark.copies = mark.copies + 1 if mark.memory == memory else 1
+        mark.memory = memory
+        if mark.copies == 3:
+            warn_once(
+                _COPIES,
+                f"a weight of shape {tuple(weights[0].shape)} was quantized for a third tensor of the same memory:"
+                " pass the same nn.Parameter at each call, not a new one or a new view",
+            )
     entry = entries[key] = _Entry(states, packed, given)
     return entry
 
