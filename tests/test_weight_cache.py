@@ -425,6 +425,10 @@ def test_a_shallow_copy_has_its_own_copies():
     for one in (twin, weight, twin):
         assert is_right(one)
         assert is_right(up, one)
+    twin.data = torch.randn_like(twin)
+    packed = get(weight)
+    assert is_right(twin)  # not into the tensors of the other copy
+    assert torch.equal(dequantize(packed), dequantize(quantize(weight)))
 
 
 def test_state_dicts_of_parameters_can_be_saved():
