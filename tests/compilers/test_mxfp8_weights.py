@@ -11,8 +11,7 @@ from oracle import relative_error
 from torch import nn
 
 import thunder_moe
-from thunder_moe import dequantize_, quantize_, rewrite_report
-from thunder_moe.weight_cache import WEIGHT_CACHE
+from thunder_moe import dequantize_, quantize_, rewrite_report, weight_cache
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 THUNDER = pytest.param("thunder", marks=pytest.mark.slow)
@@ -74,9 +73,9 @@ def test_copies_in_two_formats_live_beside_each_other():
     assert torch.equal(outs[0], outs[2])
     assert not torch.equal(outs[0], outs[1])
     weight = layers.linear.weight
-    packed = [WEIGHT_CACHE.get(weight, format=format) for format in ("nvfp4", "mxfp8")]
+    packed = [weight_cache.get(weight, format=format) for format in ("nvfp4", "mxfp8")]
     assert [each.format.name for each in packed] == ["nvfp4", "mxfp8"]
-    assert WEIGHT_CACHE.get(weight, format="mxfp8") is packed[1]
+    assert weight_cache.get(weight, format="mxfp8") is packed[1]
 
 
 @pytest.mark.parametrize("compiler", ["dynamo-eager", THUNDER])

@@ -16,7 +16,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 from thunder_moe import Llama4MoE, Llama4MoEConfig, quantize_
 from thunder_moe.kernels.cpu import backend, crossover
-from thunder_moe.weight_cache import WEIGHT_CACHE
+from thunder_moe import weight_cache
 
 # Times choose a kernel, also those of a process beside this one; a child that chooses anew may round otherwise.
 crossover._read_or_measure = lambda *args: crossover.Limits()
@@ -41,7 +41,7 @@ print(all(map(torch.equal, loader, expected)), flush=True)
 LOCKS = """
 held, done = threading.Event(), threading.Event()
 def hold():
-    with WEIGHT_CACHE._lock, backend._lock, crossover._lock:
+    with weight_cache._LOCK, backend._lock, crossover._lock:
         held.set()
         done.wait()
 thread = threading.Thread(target=hold)
@@ -52,12 +52,12 @@ if child == 0:
     torch.set_num_threads(1)
     crossover._known.clear()
     with torch.no_grad():
-        same = torch.equal(model(xs[0]), expected[0]) and WEIGHT_CACHE.get(weight, transposed=False) is not None
+        same = torch.equal(model(xs[0]), expected[0]) and weight_cache.get(weight, transposed=False) is not None
     os._exit(0 if same else 1)
 _, status = os.waitpid(child, 0)
 done.set()
 thread.join()
-with WEIGHT_CACHE._lock:
+with weight_cache._LOCK:
     child = os.fork()  # the child goes on inside, too
 if child == 0:
     os._exit(0)

@@ -3,9 +3,9 @@ Called by pytest; judged by the text of the fusions, by oracles that run what th
 """
 
 import copy
-import gc
 import re
 import sys
+import weakref
 
 import pytest
 import thunder
@@ -25,12 +25,12 @@ from thunder_moe import (
     moe_executor,
     quantize_,
     rewrite_report,
+    weight_cache,
 )
 from thunder_moe.compilers.thunder import compat
 from thunder_moe.compilers.thunder import nvfuser as route
 from thunder_moe.formats.nvfp4 import NVFP4Weight, quantize
 from thunder_moe.kernels import w4a4
-from thunder_moe.weight_cache import WeightCache
 
 pytest_plugins = "nvfuser_session"  # the fixtures implementation, fusions and executors
 
@@ -384,36 +384,35 @@ def decode(operands, n, parts=1) -> torch.Tensor:
 @pytest.mark.parametrize("n", [128, 40])
 @pytest.mark.parametrize("transposed", [False, True])
 def test_weights_are_packed_once(n, transposed):
-    cache = WeightCache()
     gate, up = torch.randn(2, 3, n, 64, dtype=BF16).unbind()
     given = [weight.mT.contiguous() if transposed else weight for weight in (gate, up)]
-    operands = cache.operands(*given, transposed=transposed, layout=route.LAYOUT)
+    operands = weight_cache.operands(*given, transposed=transposed, layout=route.LAYOUT)
     together = quantize(torch.cat([gate, up], 1))
     assert torch.equal(operands[2], together.global_scale)
     assert torch.equal(decode(operands, n, 2), dequantize(*together.tensors()))
-    again = cache.operands(*given, transposed=transposed, layout=route.LAYOUT)
+    again = weight_cache.operands(*given, transposed=transposed, layout=route.LAYOUT)
     assert all(old is new for old, new in zip(operands, again, strict=True))
-    assert cache.operands(*given, transposed=transposed)[0].dtype == torch.uint8
+    assert weight_cache.operands(*given, transposed=transposed)[0].dtype == torch.uint8
     addresses = [tensor.data_ptr() for tensor in operands]
     given[0].mul_(-3)
-    changed = cache.operands(*given, transposed=transposed, layout=route.LAYOUT)
+    changed = weight_cache.operands(*given, transposed=transposed, layout=route.LAYOUT)
     assert [tensor.data_ptr() for tensor in changed] == addresses
     assert torch.equal(changed[2], quantize(torch.cat([-3 * gate if transposed else gate, up], 1)).global_scale)
 
 
 @pytest.mark.parametrize(("n", "parts"), [(128, 1), (256, 2), (40, 1), (80, 2)])
 def test_quantized_weights_are_swizzled_once(n, parts):
-    cache, weight = WeightCache(), quantize(torch.randn(3, n, 64))
+    weight = quantize(torch.randn(3, n, 64))
     tensors = weight.tensors()
-    operands = cache.swizzled(*tensors, parts=parts)
-    assert cache.swizzled(*tensors, parts=parts) is operands
+    operands = weight_cache.swizzled(*tensors, parts=parts)
+    assert weight_cache.swizzled(*tensors, parts=parts) is operands
     assert torch.equal(decode(operands, n // parts, parts), dequantize(*tensors))
     assert (operands[0].data_ptr() == weight.qdata.data_ptr()) == (n // parts == 128)  # shared where it can be
     weight.scale.copy_(weight.scale.float() / 2)
-    again = cache.swizzled(*tensors, parts=parts)
+    again = weight_cache.swizzled(*tensors, parts=parts)
     assert again[1].data_ptr() == operands[1].data_ptr()
     assert torch.equal(decode(again, n // parts, parts), dequantize(*tensors))
-    assert cache.swizzled(*tensors, parts=parts) is again
-    del weight, tensors  # the codes, which may be shared, live on in the cache until it drops them
-    gc.collect()
-    assert len(cache) == 0
+    assert weight_cache.swizzled(*tensors, parts=parts) is again
+    copies = list(map(weakref.ref, operands))
+    del weight, tensors, operands, again  # the codes may be shared with the copy
+    assert all(copy() is None for copy in copies)

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from thunder_moe import weight_cache
 from thunder_moe.compilers.dynamo.attention import find_repeated_attention, group_heads
 from thunder_moe.compilers.dynamo.dense_experts import DenseExperts, Routing, find_dense_experts
 from thunder_moe.compilers.dynamo.effects import storages_of
@@ -49,7 +50,7 @@ from thunder_moe.compilers.report import Others, RouterEntry
 from thunder_moe.formats.block_format import BLOCK_FORMATS
 from thunder_moe.kernels.slow_paths import warn_once
 from thunder_moe.ops import experts, experts_lora, trainable_grouped_mm  # noqa: F401  (registers the operators)
-from thunder_moe.weight_cache import WEIGHT_CACHE, stacked_layout
+from thunder_moe.weight_cache import stacked_layout
 
 __all__ = ["Rewritten", "rewrite"]
 
@@ -88,7 +89,7 @@ class _Pack:
         """The operators' weight arguments."""
         weights = _given(self.weights, inputs)
         try:
-            return WEIGHT_CACHE.operands(
+            return weight_cache.operands(
                 *weights,
                 transposed=self.transposed,
                 interleaved=self.interleaved,
@@ -174,7 +175,7 @@ class Rewritten:
             "a weight that was frozen when its graph was compiled requires a gradient now, and this torch does not"
             " compile the graph again: it runs in 16 bits; torch._dynamo.reset() has it compiled anew",
         )
-        WEIGHT_CACHE.changed(*(weight for weight in _given(self.frozen, given) if weight.requires_grad))
+        weight_cache.changed(*(weight for weight in _given(self.frozen, given) if weight.requires_grad))
 
     def declare_trained(self, given: Sequence[Any], *, hidden: bool = False) -> None:
         """Tells the cache of weights that what follows this forward may change.
@@ -185,7 +186,7 @@ class Rewritten:
         """
         weights = self.watched if hidden else self.trained
         if weights:
-            WEIGHT_CACHE.changed(*_given(weights, given))
+            weight_cache.changed(*_given(weights, given))
 
 
 def rewrite(

@@ -32,7 +32,7 @@ from thunder.core.proxies import TensorProxy  # noqa: E402
 from thunder.core.symbol import BoundSymbol, Symbol  # noqa: E402
 from thunder.extend import OperatorExecutor  # noqa: E402
 
-from thunder_moe import __version__  # noqa: E402
+from thunder_moe import __version__, weight_cache  # noqa: E402
 from thunder_moe.compilers.eligibility import Decision, GroupedGemm  # noqa: E402
 from thunder_moe.compilers.report import Others, record  # noqa: E402
 from thunder_moe.compilers.safety import is_hidden_training_forward  # noqa: E402
@@ -46,7 +46,7 @@ from thunder_moe.ops import fake_quantize as _fake_quantize  # noqa: E402, F401 
 from thunder_moe.ops import scaled_mm as _scaled_mm  # noqa: E402, F401  (likewise)
 from thunder_moe.ops.operator import OPERATORS, Operator, name_in  # noqa: E402
 from thunder_moe.routing import RouterForm, live_rows, router_gradient  # noqa: E402
-from thunder_moe.weight_cache import WEIGHT_CACHE, pad_rows  # noqa: E402
+from thunder_moe.weight_cache import pad_rows  # noqa: E402
 
 __all__ = [
     "EXECUTOR",
@@ -366,7 +366,7 @@ def pack_meta(
 ) -> tuple[TensorProxy, ...]:
     """Proxies of the operators' weight arguments for weights (E, N, K), or (E, K, N) when transposed.
 
-    In layout "swizzled_128x4" they are as nvFuser takes them, see `WeightCache.operands`.
+    In layout "swizzled_128x4" they are as nvFuser takes them, see `weight_cache.operands`.
     """
     experts, n, k = weights[0].shape
     if transposed:
@@ -384,7 +384,7 @@ def pack_meta(
 def swizzle_meta(
     qdata: TensorProxy, scale: TensorProxy, global_scale: TensorProxy, *, parts: int
 ) -> tuple[TensorProxy, ...]:
-    """Proxies of what `WeightCache.swizzled` makes of the tensors of an `NVFP4Weight`."""
+    """Proxies of what `weight_cache.swizzled` makes of the tensors of an `NVFP4Weight`."""
     experts, n, half = qdata.shape
     return _swizzled(qdata, experts, parts * pad_rows(n // parts), 2 * half, tuple(global_scale.shape))
 
@@ -406,13 +406,13 @@ def _proxies(like: TensorProxy, kinds: Sequence[dtypes.dtype], *shapes: tuple[in
 
 def _pack_impl(*weights: Tensor, names: str = "", **form: Any) -> tuple[Tensor, ...]:
     try:
-        return WEIGHT_CACHE.operands(*weights, **form)
+        return weight_cache.operands(*weights, **form)
     except ValueError as error:
         raise ValueError(f"cannot quantize {names}: {error}") from error
 
 
 def _swizzle_impl(qdata: Tensor, scale: Tensor, global_scale: Tensor, *, parts: int) -> tuple[Tensor, ...]:
-    return WEIGHT_CACHE.swizzled(qdata, scale, global_scale, parts=parts)
+    return weight_cache.swizzled(qdata, scale, global_scale, parts=parts)
 
 
 def _check_grad_mode(*weights: Tensor, hidden_training: bool) -> None:
@@ -443,7 +443,7 @@ check_grad_mode, check_memory, declare_changed = (
     for name, function in (
         ("check_grad_mode", _check_grad_mode),
         ("check_memory", _check_memory),
-        ("declare_changed", WEIGHT_CACHE.changed),
+        ("declare_changed", weight_cache.changed),
     )
 )
 

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
+from thunder_moe import weight_cache
 from thunder_moe.compilers.safety import is_hidden_training_forward
 from thunder_moe.formats.gate_up import deinterleave
 from thunder_moe.formats.weight import PackedWeight
@@ -33,7 +34,7 @@ from thunder_moe.ops.experts_lora import moe_experts_lora
 from thunder_moe.ops.grouped_mm import operands
 from thunder_moe.ops.operator import name_in
 from thunder_moe.routing import expert_of_row, gather_rows, invert, live_rows, sort_by_expert
-from thunder_moe.weight_cache import WEIGHT_CACHE, stacked_layout
+from thunder_moe.weight_cache import stacked_layout
 
 try:
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, grouped_mm_experts_forward
@@ -140,11 +141,11 @@ def thunder_moe_experts(self: nn.Module, hidden_states: Tensor, top_k_index: Ten
     biases: list[Tensor] = [*stored_biases]
     trained = first.requires_grad or second.requires_grad
     if trained and (torch.is_grad_enabled() or is_hidden_training_forward()):
-        WEIGHT_CACHE.changed(first, second)  # an optimizer may change them without a new version number
+        weight_cache.changed(first, second)  # an optimizer may change them without a new version number
         return grouped_mm_experts_forward(self, *inputs)
     layouts = [stacked_layout(weight, transposed=form.transposed) for weight in (first, second)]
-    gate_up = WEIGHT_CACHE.get(first, transposed=form.transposed, interleaved=form.interleaved, layout=layouts[0])
-    down = WEIGHT_CACHE.get(second, transposed=form.transposed, layout=layouts[1])
+    gate_up = weight_cache.get(first, transposed=form.transposed, interleaved=form.interleaved, layout=layouts[0])
+    down = weight_cache.get(second, transposed=form.transposed, layout=layouts[1])
     if biases and form.interleaved:
         biases[0] = deinterleave(biases[0])
     return run_experts(self, type(self), form, inputs, gate_up, down, *(biases or (None, None)))
