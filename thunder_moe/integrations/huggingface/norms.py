@@ -10,7 +10,6 @@ Legend: ... any leading dimensions, H hidden_size, P probes.
 
 from __future__ import annotations
 
-import functools
 import logging
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -19,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from thunder_moe.integrations.huggingface.accelerate_hooks import unhooked
+from thunder_moe.integrations.huggingface.class_swap import OtherForward
 from thunder_moe.integrations.huggingface.routers import KNOWN_CODE, OWN_STATE, is_setting, settings_of
 from thunder_moe.nn.autocast import autocast_dtype
 from thunder_moe.ops.operator import is_plain_eager
@@ -68,10 +67,10 @@ class NormCall:
         return weight * wide.to(x.dtype) if self.rounds_first else (weight.float() * wide).to(x.dtype)
 
 
-class FusedNorm(nn.Module):
-    """The forward of norms that run torch's rms_norm; `_fused_class` mixes it into a norm's own class."""
+class FusedNorm(OtherForward):
+    """Run torch's rms_norm in the place of a norm's own forward, where it is known to compute the same."""
 
-    own_class: type[nn.Module]
+    added = ("norm_call",)
     norm_call: NormCall
 
     def forward(self, hidden_states: Tensor, *args: Any, **options: Any) -> Any:
@@ -81,9 +80,6 @@ class FusedNorm(nn.Module):
             if call.holds(self, hidden_states):
                 return call(hidden_states, self._parameters["weight"])
         return super().forward(hidden_states, *args, **options)
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return _unpickled, (self.own_class,), self.__dict__
 
 
 def fuse_norms_(model: Model) -> Model:
@@ -110,10 +106,7 @@ def fuse_norms_(model: Model) -> Model:
             continue
         call = _call_of(module)
         if call is not None:
-            kind: Any = type(module)
-            with unhooked(module):
-                module.__class__ = _fused_class(kind)
-            vars(module)["norm_call"] = call
+            FusedNorm.put_on(module, norm_call=call)
             found += 1
     if not found:
         raise ValueError(f"model: found no RMS norm of transformers in {type(model).__name__} that can be fused")
@@ -123,27 +116,12 @@ def fuse_norms_(model: Model) -> Model:
 def restore_norms_(model: Model) -> Model:
     """The inverse of `fuse_norms_`."""
     for module in list(model.modules()):
-        kind: Any = type(module)
-        if issubclass(kind, FusedNorm) and kind is _fused_class(kind.own_class):
-            del vars(module)["norm_call"]
-            with unhooked(module):
-                module.__class__ = kind.own_class
+        FusedNorm.take_off(module)
     return model
 
 
 def _is_served(x: Tensor) -> bool:
     return x.is_cuda
-
-
-@functools.cache
-def _fused_class(own_class: Any) -> Any:
-    name = f"Fused{own_class.__name__}"
-    return type(name, (FusedNorm, own_class), {"own_class": own_class, "__module__": __name__})
-
-
-def _unpickled(own_class: Any) -> Any:
-    fused = _fused_class(own_class)
-    return fused.__new__(fused)
 
 
 def _call_of(norm: nn.Module) -> NormCall | None:

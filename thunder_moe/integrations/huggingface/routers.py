@@ -1,5 +1,5 @@
 """Routers of transformers' models in one operator, those of the classes that `router_table` lists.
-Called by families with the layer whose experts become 4-bit; calls router_table and ops.router.
+Called by families with the layer whose experts become 4-bit; calls router_table, class_swap and ops.router.
 
 The operator is `moe_linear_router` in inference on CUDA, else `moe_router` behind the router's linear layer.
 
@@ -23,7 +23,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from thunder_moe.integrations.huggingface.accelerate_hooks import HOOK_ATTRIBUTES, unhooked
+from thunder_moe.integrations.huggingface.accelerate_hooks import HOOK_ATTRIBUTES
+from thunder_moe.integrations.huggingface.class_swap import OtherForward
 from thunder_moe.integrations.huggingface.router_table import NEWEST, ROUTERS, RouterKind
 from thunder_moe.nn.autocast import autocast_dtype
 from thunder_moe.nn.linear import traced_by_thunder
@@ -185,10 +186,10 @@ def _takes_16_bits(hidden_TH: Tensor, weight: Tensor) -> bool:
     return hidden_TH.dtype == weight.dtype and hidden_TH.dtype in (torch.bfloat16, torch.float16)
 
 
-class FusedRouter(nn.Module):
-    """The forward of routers that run `moe_router`; `_fused_class` mixes it into a router's own class."""
+class FusedRouter(OtherForward):
+    """Run `moe_router` in the place of a router's own forward, where it is known to compute the same."""
 
-    own_class: type[nn.Module]
+    added = ("router_call", "router_options", "row_orders")
     router_call: RouterCall
     router_options: dict[str, Any]  # `router_call.form` as those of moe_router, but for defaults
     row_orders: RowOrders
@@ -217,20 +218,6 @@ class FusedRouter(nn.Module):
         self.row_orders.put(ids, (row_slot, offsets, slot_row), self)
         return logits, scores, ids
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return _unpickled, (self.own_class,), self.__dict__
-
-
-@functools.cache
-def _fused_class(own_class: Any) -> Any:
-    name = f"Fused{own_class.__name__}"
-    return type(name, (FusedRouter, own_class), {"own_class": own_class, "__module__": __name__})
-
-
-def _unpickled(own_class: Any) -> Any:
-    fused = _fused_class(own_class)
-    return fused.__new__(fused)
-
 
 def routers_of(layer: nn.Module) -> list[nn.Module]:
     """The children of a layer that may be routers: of transformers, with a weight (E, H) and a top_k."""
@@ -252,9 +239,9 @@ def fuse_routers(layer: nn.Module, orders: RowOrders) -> bool:
 
 
 def restore_routers(layer: nn.Module) -> None:
-    """`restore_router` for the routers of a layer."""
+    """Undo `fuse_routers`."""
     for router in routers_of(layer):
-        restore_router(router)
+        FusedRouter.take_off(router)
 
 
 def fuse_router(router: nn.Module, orders: RowOrders) -> bool:
@@ -267,31 +254,18 @@ def fuse_router(router: nn.Module, orders: RowOrders) -> bool:
     Returns:
         Whether it does now.
     """
-    kind: Any = type(router)
     attributes: dict[str, Any] = {"row_orders": orders}
     if not isinstance(router, FusedRouter):
         call = fused_call(router)
         if call is None:
             return False
-        with unhooked(router):
-            router.__class__ = _fused_class(kind)
         # An option costs half a microsecond of a call, also one that has its default.
         options = {name: value for name, value in asdict(call.form).items() if value != _DEFAULTS.get(name)}
         attributes |= {"router_call": call, "router_options": options}
-    elif kind is not _fused_class(kind.own_class):  # somebody has made a class of it
+    elif not FusedRouter.is_on(router):
         return False
-    vars(router).update(attributes)
+    FusedRouter.put_on(router, **attributes)
     return True
-
-
-def restore_router(router: nn.Module) -> None:
-    """Gives a fused router its own class again."""
-    kind: Any = type(router)
-    if issubclass(kind, FusedRouter) and kind is _fused_class(kind.own_class):
-        for name in ("router_call", "router_options", "row_orders"):
-            vars(router).pop(name, None)
-        with unhooked(router):
-            router.__class__ = kind.own_class
 
 
 def fused_call(router: nn.Module) -> RouterCall | None:
