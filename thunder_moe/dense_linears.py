@@ -34,7 +34,7 @@ from thunder_moe.formats.weight import NVFP4Weight, PackedWeight
 from thunder_moe.integrations.huggingface.accelerate_hooks import hook_alike
 from thunder_moe.kernels.dense import SlowerFrom, slower_from, why_slower
 from thunder_moe.kernels.select import lay_out, preferred_layout
-from thunder_moe.nn.linear import NVFP4Linear, NVFP4LinearPart, NVFP4LinearStack
+from thunder_moe.nn.linear import NVFP4Linear, NVFP4LinearPart, NVFP4LinearStack, stacked_bias
 from thunder_moe.replaceable import has_own_forward, impure
 from thunder_moe.selection import shortened
 
@@ -304,14 +304,9 @@ def _join(parent: nn.Module, names: list[str], linears: list[NVFP4Linear]) -> No
     weight = PackedWeight.concatenate(*(linear.packed_weight.to_layout(LINEAR) for linear in linears))
     if isinstance(weight, NVFP4Weight) and bool((weight.global_scale == weight.global_scale[0, 0]).all()):
         weight = replace(weight, global_scale=weight.global_scale[0, :1].clone())
-    bias: nn.Parameter | None = None
-    if first.bias is not None:
-        biases = [linear.bias for linear in linears if linear.bias is not None]
-        grads = any(bias.requires_grad for bias in biases)
-        bias = nn.Parameter(torch.cat([bias.detach() for bias in biases]), requires_grad=grads)
     stack = NVFP4LinearStack(
         lay_out(weight, "auto" if first.auto_layout else first.layout),
-        bias,
+        stacked_bias([linear.bias for linear in linears if linear.bias is not None]),
         weight_dtype=[dtype for linear in linears for dtype in linear.weight_dtypes],
         weight_requires_grad=[grads for linear in linears for grads in linear.weights_require_grad],
         auto_layout=first.auto_layout,

@@ -6,7 +6,7 @@ Legend: ... any leading dimensions, N out_features, K in_features.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import accumulate
 from threading import get_ident
 from typing import TYPE_CHECKING, Any
@@ -26,7 +26,7 @@ from thunder_moe.ops.operator import operator_for
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-__all__ = ["NVFP4Linear", "NVFP4LinearPart", "NVFP4LinearStack"]
+__all__ = ["NVFP4Linear", "NVFP4LinearPart", "NVFP4LinearStack", "stacked_bias"]
 
 
 class NVFP4Linear(NVFP4Module):
@@ -83,12 +83,6 @@ class NVFP4Linear(NVFP4Module):
         biases = [linear.bias for linear in linears if linear.bias is not None]
         if len(biases) not in (0, len(linears)):
             raise ValueError(f"linears: got {len(biases)} with a bias among {len(linears)}, wanted all or none")
-        bias: Tensor | None = None
-        if biases:
-            bias = biases[0]
-            if len(biases) > 1:
-                grads = any(bias.requires_grad for bias in biases)
-                bias = nn.Parameter(torch.cat([bias.detach() for bias in biases]), requires_grad=grads)
         widths = {(linear.in_features, linear.weight.dtype) for linear in linears}
         if len(widths) > 1:
             raise ValueError(f"linears: got in_features and dtypes {sorted(map(str, widths))}, wanted the same of all")
@@ -96,7 +90,7 @@ class NVFP4Linear(NVFP4Module):
         packed = pack((torch.cat(weights) if len(weights) > 1 else weights[0])[None])
         new = cls(
             lay_out(packed, layout),
-            bias,
+            stacked_bias(biases),
             weight_dtype=[linear.weight.dtype for linear in linears],
             weight_requires_grad=[linear.weight.requires_grad for linear in linears],
             auto_layout=layout == "auto",
@@ -153,6 +147,14 @@ class NVFP4Linear(NVFP4Module):
     def extra_repr(self) -> str:
         sizes = f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
         return f"{sizes}, {self.format_name}" + (f", layout={self.layout!r}" if self.layout != LINEAR else "")
+
+
+def stacked_bias(biases: Sequence[nn.Parameter]) -> nn.Parameter | None:
+    """Return the biases of linears as one, the very parameter if there is one; None without any."""
+    if len(biases) < 2:
+        return biases[0] if biases else None
+    grads = any(bias.requires_grad for bias in biases)
+    return nn.Parameter(torch.cat([bias.detach() for bias in biases]), requires_grad=grads)
 
 
 class NVFP4LinearStack(NVFP4Linear):
