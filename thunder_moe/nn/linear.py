@@ -68,8 +68,8 @@ class NVFP4Linear(NVFP4Module):
     def from_linear(
         cls, *linears: nn.Linear, pack: Callable[[Tensor], PackedWeight] = quantize, layout: str = "auto"
     ) -> Self:
-        """The 4-bit form of a linear, or of several that read the same rows: their weights are stacked, with one global
-        scale, which readers of checkpoints want.
+        """Quantize a linear, or several that read the same rows. Weights of several are stacked, with the one global
+        scale that readers of checkpoints want.
 
         Args:
             *linears: of the same in_features; all with a bias, or none. One with a bias alone keeps its parameter.
@@ -114,7 +114,8 @@ class NVFP4Linear(NVFP4Module):
         return out
 
     def rows(self, x: Tensor, begin: int, size: int) -> Tensor:
-        """``self(x)[..., begin : begin + size]``, of these rows of the weight alone where the layout has them apart."""
+        """Return ``self(x)[..., begin : begin + size]``, of these rows of the weight alone if the layout stores them
+        separately."""
         weight, (codes, scale, *others) = self.read()
         bias: Tensor | None = self.bias
         tile = self.out_features // block_shapes(*weight.shape, weight.layout, weight.format)[0][1]  # rows of a block
@@ -129,7 +130,7 @@ class NVFP4Linear(NVFP4Module):
         return out
 
     def to_linears(self) -> list[nn.Linear]:
-        """The 16-bit linears that it stands for, with the dequantized weights."""
+        """Return the 16-bit linears that it stands for, with the dequantized weights."""
         weights = self.dequantized()
         sizes, linears = [weight.shape[1] for weight in weights], []
         for end, weight, grads in zip(accumulate(sizes), weights, self.weights_require_grad, strict=True):
@@ -199,7 +200,7 @@ class NVFP4LinearStack(NVFP4Linear):
         super()._load_from_state_dict(*args)
 
     def part(self, x: Tensor, index: int) -> Tensor:
-        """The output of one of the linears: (..., K) -> (..., its out_features), maybe a view."""
+        """Compute one of the linears: (..., K) -> (..., its out_features), maybe a view."""
         sizes = self._part_features
         assert sizes is not None
         begin = sum(sizes[:index])
@@ -216,7 +217,7 @@ class _OncePerCall:
         self.held: tuple[Tensor, Any, Tensor, dict[int, bool]] | None = None
 
     def __call__(self, parent: nn.Module, args: tuple[Any, ...], options: dict[str, Any]) -> None:
-        """Before the forward of `parent`."""
+        """Run the stack before the forward of `parent`."""
         if traced_by_thunder() or (torch.compiler.is_compiling() and torch.is_grad_enabled()):
             return  # the body of a checkpoint in a graph with gradients may not change Python objects
         x = args[0] if args else options.get("hidden_states")
@@ -232,7 +233,7 @@ class _OncePerCall:
             self.end()
 
     def end(self, *_: Any) -> None:
-        """After the forward, also of one that raised."""
+        """Drop what parts have not taken, after the forward, also of one that raised."""
         if not traced_by_thunder() and self.held is not None:
             self.held = None
 
@@ -283,19 +284,19 @@ class NVFP4LinearPart(AdaptableLinear):
 
     @property
     def _rows(self) -> slice:
-        """Of its own among the stack's."""
+        """Return its rows within the stacked weight."""
         sizes = self.stack._part_features
         assert sizes is not None
         return slice(sum(sizes[: self.index]), sum(sizes[: self.index + 1]))
 
     @property
     def packed_weight(self) -> PackedWeight:
-        """Its weight (1, N, K) in layout "linear", a view of the stack's where that has this layout."""
+        """Return its weight (1, N, K) in layout "linear", a view of the stack's where that has this layout."""
         return self.stack.packed_weight.to_layout(LINEAR).rows(self._rows)
 
     @property
     def nvfp4_weight(self) -> NVFP4Weight:
-        """The same, of a stack in NVFP4.
+        """Return its weight, of a stack in NVFP4.
 
         Raises:
             ValueError: it is in another number format.
@@ -304,7 +305,7 @@ class NVFP4LinearPart(AdaptableLinear):
 
     @property
     def bias(self) -> Tensor | None:
-        """Its bias (N,), a view of the stack's, or None."""
+        """Return its bias (N,), a view of the stack's, or None."""
         return None if self.stack.bias is None else self.stack.bias[self._rows]
 
     def forward(self, x: Tensor) -> Tensor:
@@ -321,5 +322,5 @@ class NVFP4LinearPart(AdaptableLinear):
 
 
 def traced_by_thunder() -> bool:
-    """False; compilers.thunder.executor has a lookaside for it that is True."""
+    """Return False; compilers.thunder.executor has a lookaside for it that returns True."""
     return False
