@@ -34,7 +34,7 @@ from thunder_moe.formats.weight import NVFP4Weight, PackedWeight
 from thunder_moe.integrations.huggingface.accelerate_hooks import hook_alike
 from thunder_moe.kernels.dense import SlowerFrom, slower_from, why_slower
 from thunder_moe.kernels.select import lay_out, preferred_layout
-from thunder_moe.nn.linear import NVFP4Linear, NVFP4LinearPart, NVFP4LinearStack
+from thunder_moe.nn.linear import NVFP4Linear, NVFP4LinearPart, NVFP4LinearStack, stacked_bias
 from thunder_moe.replaceable import has_own_forward, impure
 from thunder_moe.selection import shortened
 
@@ -148,7 +148,7 @@ class DenseLinears(ExpertFamily):
             )
 
     def _group(self, parent: nn.Module, found: dict[nn.Linear, str]) -> None:
-        """Finds the children of a module that read the same rows."""
+        """Find the children of a module that read the same rows."""
         alike: dict[Any, list[str]] = defaultdict(list)
         for name in read_together(type(parent)) if has_own_forward(parent) else ():
             child = parent._modules.get(name)
@@ -162,7 +162,7 @@ class DenseLinears(ExpertFamily):
                 self._groups.update(dict.fromkeys(members, shared))
 
     def _relate(self, parent: nn.Module, found: dict[nn.Linear, str]) -> None:
-        """Finds the children of a module that engines merge, by their names, and this model computes one by one."""
+        """Find the children of a module that engines merge, by their names, and this model computes one by one."""
         for names in READ_TOGETHER:
             alike: dict[Any, list[nn.Linear]] = defaultdict(list)
             for name in names:
@@ -185,7 +185,7 @@ class DenseLinears(ExpertFamily):
         return module in self._names
 
     def format_of(self, module: nn.Module) -> str:
-        """The number format that a module of `match` is to have."""
+        """Return the number format that a module of `match` gets."""
         return self._formats[module]
 
     def match_quantized(self, module: nn.Module) -> bool:
@@ -194,7 +194,7 @@ class DenseLinears(ExpertFamily):
         )
 
     def together(self, module: nn.Module) -> list[nn.Module]:
-        """The linears that are packed at once, as one weight or with one global scale, this one among them."""
+        """Return the linears that are packed at once, as one weight or with one global scale, this one among them."""
         group = self._groups.get(module) or self._siblings.get(module)
         return [module] if group is None else [*group.living()]
 
@@ -226,7 +226,7 @@ class DenseLinears(ExpertFamily):
         return [(self._rows(module), module.in_features)]
 
     def check_place(self, parent: nn.Module, module: nn.Module) -> None:
-        """Nothing: `choose` has left what a parent needs as it is."""
+        """Accept any place: `choose` leaves the linears whose parents need them."""
 
     def convert(self, module: nn.Module, run: Quantization) -> nn.Module:
         assert isinstance(module, nn.Linear)
@@ -282,7 +282,7 @@ def _device_of_weight(module: nn.Module) -> torch.device:
 
 
 def join_read_together(model: nn.Module) -> None:
-    """Makes stacks of the plain `NVFP4Linear`s that read the same rows, as `quantize_` does of linears; exactly."""
+    """Make stacks of the plain `NVFP4Linear`s that read the same rows, as `quantize_` does of linears; exactly."""
     family = DenseLinears()
     for parent in list(model.modules()):
         alike: dict[Any, list[str]] = defaultdict(list)
@@ -299,19 +299,14 @@ def join_read_together(model: nn.Module) -> None:
 
 
 def _join(parent: nn.Module, names: list[str], linears: list[NVFP4Linear]) -> None:
-    """Replaces children of a module by the parts of a stack of them."""
+    """Replace children of a module by the parts of a stack of them."""
     first = linears[0]
     weight = PackedWeight.concatenate(*(linear.packed_weight.to_layout(LINEAR) for linear in linears))
     if isinstance(weight, NVFP4Weight) and bool((weight.global_scale == weight.global_scale[0, 0]).all()):
         weight = replace(weight, global_scale=weight.global_scale[0, :1].clone())
-    bias: nn.Parameter | None = None
-    if first.bias is not None:
-        biases = [linear.bias for linear in linears if linear.bias is not None]
-        grads = any(bias.requires_grad for bias in biases)
-        bias = nn.Parameter(torch.cat([bias.detach() for bias in biases]), requires_grad=grads)
     stack = NVFP4LinearStack(
         lay_out(weight, "auto" if first.auto_layout else first.layout),
-        bias,
+        stacked_bias([linear.bias for linear in linears if linear.bias is not None]),
         weight_dtype=[dtype for linear in linears for dtype in linear.weight_dtypes],
         weight_requires_grad=[grads for linear in linears for grads in linear.weights_require_grad],
         auto_layout=first.auto_layout,
@@ -338,8 +333,8 @@ class _Group:
         return [member for reference in self.members if (member := reference()) is not None]
 
     def pack(self, pack: Callable[[Tensor], PackedWeight], weight: Tensor) -> PackedWeight:
-        """The stacked weight (1, N, K), of which linears share a global scale where engines merge them, as in a
-        conversion: q, k and v do, an attention's gate beside them has its own."""
+        """Pack the stacked weight (1, N, K). Linears share a global scale where engines merge them, as in a conversion:
+        q, k and v do, an attention's gate beside them has its own."""
         groups = sharing_scale(self.names)
         if len(groups) == 1:
             return pack(weight)
@@ -364,20 +359,18 @@ class _Siblings:
         return [member for reference in self.members if (member := reference()) is not None]
 
     def pack(self, own: nn.Linear, pack: Callable[[Tensor], PackedWeight], weight: Tensor) -> PackedWeight:
-        """The weight (1, N, K) of one of them; all are packed at the first call, since each is freed after its own."""
+        """Pack the weight (1, N, K) of one of them; all at the first call, since each is freed after its own."""
         if not self._packed:
             living = [(at, member) for at, reference in enumerate(self.members) if (member := reference()) is not None]
-            whole = pack(torch.cat([member.weight.detach() for _, member in living])[None]).to_layout(LINEAR)
-            begin = 0
+            whole, begin = pack(torch.cat([member.weight.detach() for _, member in living])[None]).to_layout(LINEAR), 0
             for at, member in living:
-                rows = slice(begin, begin := begin + member.out_features)
-                part = whole.rows(rows)
+                part = whole.rows(slice(begin, begin := begin + member.out_features))
                 self._packed[at] = part.with_tensors(tensor.clone() for tensor in part.tensors())
         return self._packed.pop([member() is own for member in self.members].index(True))
 
 
 def _stack_name(parent: nn.Module, names: list[str]) -> str:
-    """The name of a child that holds the weights of these: "qkv_proj", "gate_up_proj"; one that is not taken."""
+    """Return a name for the child that holds the weights of these: "qkv_proj", "gate_up_proj"; one that is free."""
     ends = {name.rpartition("_")[2] for name in names}
     name = "_".join(names)
     if len(ends) == 1 and all("_" in one for one in names):
@@ -389,7 +382,7 @@ def _stack_name(parent: nn.Module, names: list[str]) -> str:
 
 
 def _tied(model: nn.Module) -> dict[nn.Module, str]:
-    """Why linears stay as they are because of others: another module has the weight too, or code reads it."""
+    """Return the linears that other modules or code need as they are, and why: a tied weight, or code reads it."""
     owners: dict[Any, list[tuple[int, int, str, nn.Module]]] = defaultdict(list)  # by device or, without data, identity
     for name, module in model.named_modules():
         for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
@@ -418,7 +411,7 @@ def _tied(model: nn.Module) -> dict[nn.Module, str]:
 
 
 def _unfit(module: nn.Linear, format: BlockFormat) -> str | None:
-    """Why a linear cannot have a weight in a format, in the case that nobody asked for it."""
+    """Return why a linear that nobody named cannot have a weight in a format; None if it can."""
     weight = module.weight
     if weight.dtype not in WEIGHT_DTYPES:
         return f"its weight is {str(weight.dtype).removeprefix('torch.')}"

@@ -78,15 +78,15 @@ READ_TOGETHER_BY: dict[tuple[str, str], tuple[str, ...]] = {
 
 
 def read_together(cls: type) -> tuple[str, ...]:
-    """Return the linears of a class that read the same tensor, by `READ_TOGETHER_BY`; of a subclass without a forward
-    of its own those of its base. Empty for a class that is not listed, or that another module has given a forward."""
+    """Return the linears of a class that read the same tensor, by the row of the class that its forward is from in
+    `READ_TOGETHER_BY`. Empty for one that is not listed, or that another module has given a forward."""
     owner = next(base for base in cls.__mro__ if "forward" in vars(base))
     own = vars(owner)["forward"].__module__ == owner.__module__
     return READ_TOGETHER_BY.get((owner.__module__, owner.__qualname__), ()) if own else ()
 
 
 def sharing_scale(names: Iterable[str]) -> list[list[int]]:
-    """Groups the positions of siblings that share a global scale, because engines merge them; a sibling of another name
+    """Group the positions of siblings that share a global scale, because engines merge them; a sibling of another name
     is a group of its own."""
     groups: dict[tuple[str, ...], list[int]] = {}
     for position, name in enumerate(names):
@@ -96,17 +96,17 @@ def sharing_scale(names: Iterable[str]) -> list[list[int]]:
 
 
 def is_router(name: str) -> bool:
-    """Whether the name of a module is that of a router or gate."""
+    """True if a module is a router or gate by its name."""
     return _ROUTERS.search(name) is not None
 
 
 def is_embedding(name: str) -> bool:
-    """True if the name of a module is that of a table of embeddings, which has a matrix and is not a linear."""
+    """True if a module is a table of embeddings by its name, which has a matrix and is not a linear."""
     return _EMBEDDINGS.search(name) is not None
 
 
 def is_encoder(name: str) -> bool:
-    """Whether the name of a module says that it belongs to an encoder of images or sound, or to what joins it."""
+    """True if a module belongs to an encoder of images or sound by its name, or joins one to the decoder."""
     return _ENCODERS.search(name) is not None
 
 
@@ -116,5 +116,5 @@ def is_read_by_code(name: str) -> bool:
 
 
 def is_linear(name: str) -> bool:
-    """Whether linears of attention, dense MLPs and shared experts have names such as this; not the head."""
+    """True if linears of attention, dense MLPs and shared experts have names such as this; not the head."""
     return _LINEARS.search(name) is not None and not is_read_by_code(name)

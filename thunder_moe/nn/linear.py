@@ -6,7 +6,7 @@ Legend: ... any leading dimensions, N out_features, K in_features.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import accumulate
 from threading import get_ident
 from typing import TYPE_CHECKING, Any
@@ -26,7 +26,7 @@ from thunder_moe.ops.operator import operator_for
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-__all__ = ["NVFP4Linear", "NVFP4LinearPart", "NVFP4LinearStack"]
+__all__ = ["NVFP4Linear", "NVFP4LinearPart", "NVFP4LinearStack", "stacked_bias"]
 
 
 class NVFP4Linear(NVFP4Module):
@@ -68,8 +68,8 @@ class NVFP4Linear(NVFP4Module):
     def from_linear(
         cls, *linears: nn.Linear, pack: Callable[[Tensor], PackedWeight] = quantize, layout: str = "auto"
     ) -> Self:
-        """The 4-bit form of a linear, or of several that read the same rows: their weights are stacked, with one global
-        scale, which readers of checkpoints want.
+        """Quantize a linear, or several that read the same rows. Weights of several are stacked, with the one global
+        scale that readers of checkpoints want.
 
         Args:
             *linears: of the same in_features; all with a bias, or none. One with a bias alone keeps its parameter.
@@ -83,12 +83,6 @@ class NVFP4Linear(NVFP4Module):
         biases = [linear.bias for linear in linears if linear.bias is not None]
         if len(biases) not in (0, len(linears)):
             raise ValueError(f"linears: got {len(biases)} with a bias among {len(linears)}, wanted all or none")
-        bias: Tensor | None = None
-        if biases:
-            bias = biases[0]
-            if len(biases) > 1:
-                grads = any(bias.requires_grad for bias in biases)
-                bias = nn.Parameter(torch.cat([bias.detach() for bias in biases]), requires_grad=grads)
         widths = {(linear.in_features, linear.weight.dtype) for linear in linears}
         if len(widths) > 1:
             raise ValueError(f"linears: got in_features and dtypes {sorted(map(str, widths))}, wanted the same of all")
@@ -96,7 +90,7 @@ class NVFP4Linear(NVFP4Module):
         packed = pack((torch.cat(weights) if len(weights) > 1 else weights[0])[None])
         new = cls(
             lay_out(packed, layout),
-            bias,
+            stacked_bias(biases),
             weight_dtype=[linear.weight.dtype for linear in linears],
             weight_requires_grad=[linear.weight.requires_grad for linear in linears],
             auto_layout=layout == "auto",
@@ -120,7 +114,8 @@ class NVFP4Linear(NVFP4Module):
         return out
 
     def rows(self, x: Tensor, begin: int, size: int) -> Tensor:
-        """``self(x)[..., begin : begin + size]``, of these rows of the weight alone where the layout has them apart."""
+        """Return ``self(x)[..., begin : begin + size]``, of these rows of the weight alone if the layout stores them
+        separately."""
         weight, (codes, scale, *others) = self.read()
         bias: Tensor | None = self.bias
         tile = self.out_features // block_shapes(*weight.shape, weight.layout, weight.format)[0][1]  # rows of a block
@@ -135,7 +130,7 @@ class NVFP4Linear(NVFP4Module):
         return out
 
     def to_linears(self) -> list[nn.Linear]:
-        """The 16-bit linears that it stands for, with the dequantized weights."""
+        """Return the 16-bit linears that it stands for, with the dequantized weights."""
         weights = self.dequantized()
         sizes, linears = [weight.shape[1] for weight in weights], []
         for end, weight, grads in zip(accumulate(sizes), weights, self.weights_require_grad, strict=True):
@@ -153,6 +148,14 @@ class NVFP4Linear(NVFP4Module):
     def extra_repr(self) -> str:
         sizes = f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
         return f"{sizes}, {self.format_name}" + (f", layout={self.layout!r}" if self.layout != LINEAR else "")
+
+
+def stacked_bias(biases: Sequence[nn.Parameter]) -> nn.Parameter | None:
+    """Return the biases of linears as one, the very parameter if there is one; None without any."""
+    if len(biases) < 2:
+        return biases[0] if biases else None
+    grads = any(bias.requires_grad for bias in biases)
+    return nn.Parameter(torch.cat([bias.detach() for bias in biases]), requires_grad=grads)
 
 
 class NVFP4LinearStack(NVFP4Linear):
@@ -197,7 +200,7 @@ class NVFP4LinearStack(NVFP4Linear):
         super()._load_from_state_dict(*args)
 
     def part(self, x: Tensor, index: int) -> Tensor:
-        """The output of one of the linears: (..., K) -> (..., its out_features), maybe a view."""
+        """Compute one of the linears: (..., K) -> (..., its out_features), maybe a view."""
         sizes = self._part_features
         assert sizes is not None
         begin = sum(sizes[:index])
@@ -214,7 +217,7 @@ class _OncePerCall:
         self.held: tuple[Tensor, Any, Tensor, dict[int, bool]] | None = None
 
     def __call__(self, parent: nn.Module, args: tuple[Any, ...], options: dict[str, Any]) -> None:
-        """Before the forward of `parent`."""
+        """Run the stack before the forward of `parent`."""
         if traced_by_thunder() or (torch.compiler.is_compiling() and torch.is_grad_enabled()):
             return  # the body of a checkpoint in a graph with gradients may not change Python objects
         x = args[0] if args else options.get("hidden_states")
@@ -230,7 +233,7 @@ class _OncePerCall:
             self.end()
 
     def end(self, *_: Any) -> None:
-        """After the forward, also of one that raised."""
+        """Drop what parts have not taken, after the forward, also of one that raised."""
         if not traced_by_thunder() and self.held is not None:
             self.held = None
 
@@ -281,19 +284,19 @@ class NVFP4LinearPart(AdaptableLinear):
 
     @property
     def _rows(self) -> slice:
-        """Of its own among the stack's."""
+        """Return its rows within the stacked weight."""
         sizes = self.stack._part_features
         assert sizes is not None
         return slice(sum(sizes[: self.index]), sum(sizes[: self.index + 1]))
 
     @property
     def packed_weight(self) -> PackedWeight:
-        """Its weight (1, N, K) in layout "linear", a view of the stack's where that has this layout."""
+        """Return its weight (1, N, K) in layout "linear", a view of the stack's where that has this layout."""
         return self.stack.packed_weight.to_layout(LINEAR).rows(self._rows)
 
     @property
     def nvfp4_weight(self) -> NVFP4Weight:
-        """The same, of a stack in NVFP4.
+        """Return its weight, of a stack in NVFP4.
 
         Raises:
             ValueError: it is in another number format.
@@ -302,7 +305,7 @@ class NVFP4LinearPart(AdaptableLinear):
 
     @property
     def bias(self) -> Tensor | None:
-        """Its bias (N,), a view of the stack's, or None."""
+        """Return its bias (N,), a view of the stack's, or None."""
         return None if self.stack.bias is None else self.stack.bias[self._rows]
 
     def forward(self, x: Tensor) -> Tensor:
@@ -319,5 +322,5 @@ class NVFP4LinearPart(AdaptableLinear):
 
 
 def traced_by_thunder() -> bool:
-    """False; compilers.thunder.executor has a lookaside for it that is True."""
+    """Return False; compilers.thunder.executor has a lookaside for it that returns True."""
     return False

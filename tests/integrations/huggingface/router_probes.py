@@ -8,9 +8,8 @@ Legend: P probes, E experts.
 import itertools
 
 import torch
+from norm_probes import probe_copy
 from torch import nn
-
-from thunder_moe.integrations.huggingface.norms import probe_copy
 
 
 @torch.no_grad()

@@ -4,20 +4,25 @@ Called by pytest; judged by the norms' own forward. The kernel's own numbers on 
 """
 
 import copy
-import importlib
 import io
+import re
+from pathlib import Path
 
 import pytest
 import torch
+from fast_cases import others_slow
 from torch import nn
 
-pytest.importorskip("transformers")
+transformers = pytest.importorskip("transformers")
 
-from tiny_models import tiny_model, tokens
+from norm_probes import computes, defined  # noqa: E402
+from tiny_models import tiny_model, tokens  # noqa: E402
 
-from thunder_moe import quantize_
-from thunder_moe.integrations.huggingface import norms
-from thunder_moe.integrations.huggingface.norms import FusedNorm, fuse_norms_, restore_norms_
+from thunder_moe import quantize_  # noqa: E402
+from thunder_moe.integrations.huggingface import norms  # noqa: E402
+from thunder_moe.integrations.huggingface.known_code import NEWEST, tell, unknown_version  # noqa: E402
+from thunder_moe.integrations.huggingface.norm_table import NORMS  # noqa: E402
+from thunder_moe.integrations.huggingface.norms import FusedNorm, fuse_norms_, restore_norms_  # noqa: E402
 
 BF16 = torch.bfloat16
 FUSED = {  # module, class: whether it rounds ahead of the weight
@@ -30,8 +35,22 @@ FUSED = {  # module, class: whether it rounds ahead of the weight
 LEFT = [("qwen3_next", "Qwen3NextRMSNorm"), ("qwen3_next", "Qwen3NextRMSNormGated"), ("llama4", "Llama4TextL2Norm")]
 
 
+# Classes named so that torch's rms_norm does not compute: with weights around 0, with none, or with more operations.
+NOT_FUSED = """
+    axk2.AXK2GatedRMSNorm deepseek_v4.DeepseekV4UnweightedRMSNorm esmfold2.EsmFold2RMSNorm
+    falcon_mamba.FalconMambaWeightlessRMSNorm gemma.GemmaRMSNorm gemma2.Gemma2RMSNorm gemma3.Gemma3RMSNorm
+    glm5_next.Glm5NextTextUnweightedRMSNorm hrm_text.HrmTextRMSNorm hy_v4.HYV4UnweightedRMSNorm
+    hy_v4_vl.HYV4VLUnweightedRMSNorm inkling2.Inkling2UnweightedRMSNorm inkling2_loop.Inkling2LoopUnweightedRMSNorm
+    minimax_m3_vl.MiniMaxM3VLRMSNorm muse_glimmer.MuseGlimmerTextCenteredRMSNorm
+    muse_spark.MuseSparkTextCenteredRMSNorm muse_spark.MuseSparkTextInputScaledRMSNorm nanochat.NanoChatRMSNorm
+    qwen3_5.Qwen3_5RMSNorm qwen3_5_moe.Qwen3_5MoeRMSNorm qwen3_next.Qwen3NextRMSNorm qwen4_exp.Qwen4ExpTextRMSNorm
+    recurrent_gemma.RecurrentGemmaRMSNorm step3p7.Step3p7RMSNorm t5gemma.T5GemmaRMSNorm t5gemma2.T5Gemma2RMSNorm
+    vaultgemma.VaultGemmaRMSNorm
+"""
+
+
 def make(name, kind, *args):
-    module = importlib.import_module(f"transformers.models.{name}.modeling_{name}")
+    module = pytest.importorskip(f"transformers.models.{name}.modeling_{name}")
     if not hasattr(module, kind):
         pytest.skip(f"this transformers has no {kind}")
     norm = getattr(module, kind)(*args).to(BF16)
@@ -47,7 +66,7 @@ def runs(monkeypatch):
 
     def run(self, x, weight):
         seen.append(tuple(x.shape))
-        return self.defined(x, weight)
+        return defined(x, weight, self.epsilon, self.rounds_first)
 
     monkeypatch.setattr(norms, "_is_served", lambda x: True)
     monkeypatch.setattr(norms.NormCall, "__call__", run)
@@ -73,20 +92,67 @@ def test_recognized(runs, name, kind):
     assert vars(norm).keys() == vars(own).keys()
 
 
+TABLE = [(name.split(".")[2], cls) for name, cls in NORMS]
+
+
+@pytest.mark.parametrize(("name", "kind"), others_slow(TABLE, {name for name, _ in FUSED}))
+def test_each_class_of_the_table_computes_what_it_says(name, kind):
+    norm = make(name, kind, 64, 3e-5)
+    row = NORMS[type(norm).__module__, kind]
+    if unknown_version(row.since):
+        with pytest.raises(ValueError, match="found no RMS norm"):
+            fuse_norms_(norm)
+        return
+    call = fuse_norms_(copy.deepcopy(norm)).norm_call
+    assert (call.epsilon, call.rounds_first) == (3e-5, row.rounds_first)
+    assert computes(norm, 3e-5, row.rounds_first)
+    assert not computes(norm, 3e-5, not row.rounds_first)
+    assert not computes(norm, 1e-6, row.rounds_first)
+
+
+def test_no_norm_of_this_transformers_has_been_forgotten():
+    """Where it fails, a class wants a row, or to be named in `NOT_FUSED`."""
+    if unknown_version(NEWEST):
+        pytest.skip("the table was completed with another version")
+    found = set()
+    for path in Path(transformers.__file__).parent.glob("models/*/modeling_*.py"):
+        names = re.findall(r"^class (\w*RMSNorm)\(", path.read_text(encoding="utf-8"), re.MULTILINE)
+        found.update(f"{path.parent.name}.{name}" for name in names)
+    assert found - {f"{name}.{cls}" for name, cls in TABLE} == set(NOT_FUSED.split())
+
+
+def test_versions_of_transformers_that_the_table_does_not_know_keep_their_norms(monkeypatch, caplog):
+    tell.cache_clear()
+    norm = make("mixtral", "MixtralRMSNorm", 64)
+    monkeypatch.setattr("transformers.__version__", f"{NEWEST[0]}.{NEWEST[1] + 1}.0.dev0")
+    with pytest.raises(ValueError, match="known in transformers 5.7 to {}.{} alone".format(*NEWEST)):
+        fuse_norms_(norm)
+    assert "MixtralRMSNorm keeps its own operations, slower in eager code" in caplog.text
+
+
 @pytest.mark.parametrize(("name", "kind"), LEFT)
-def test_left(name, kind):
+def test_left(name, kind, caplog):
+    tell.cache_clear()
+    caplog.set_level("INFO", "thunder_moe")
     norm = make(name, kind) if kind == "Llama4TextL2Norm" else make(name, kind, 64)
     with pytest.raises(ValueError, match="found no RMS norm"):
         fuse_norms_(nn.Sequential(norm, nn.RMSNorm(64)))
+    assert f"norm {kind} keeps its own operations" in caplog.text
 
 
-def test_changed_norms_are_left():
+def test_changed_norms_are_left(monkeypatch):
+    unscaled = make("gemma4", "Gemma4RMSNorm", 64)
+    unscaled.with_scale = False
+    of_another_class = make("moshi", "MoshiRMSNorm", 64)
+    monkeypatch.setattr(type(of_another_class), "_norm", lambda self, x: x)
     patched, replaced = (make("llama4", "Llama4TextRMSNorm", 64) for _ in range(2))
     patched._norm = lambda x: x
     replaced.forward = lambda x: x
     for norm in (
         patched,
         replaced,
+        unscaled,
+        of_another_class,
         nn.utils.parametrizations.weight_norm(make("mixtral", "MixtralRMSNorm", 64), dim=None),
     ):
         with pytest.raises(ValueError, match="found no RMS norm"):

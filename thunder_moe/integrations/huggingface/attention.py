@@ -46,7 +46,7 @@ def grouped_sdpa_attention(
     is_causal: bool | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """The attention implementation "thunder_moe_sdpa": the numbers of transformers' "sdpa", with its masks.
+    """Compute the numbers of transformers' "sdpa", with its masks: the attention implementation "thunder_moe_sdpa".
 
     With a mask (so with every static cache, and with padding) "sdpa" copies keys and values once for each head of a
     group. Here they stay as they are: where cuDNN runs attention (H100 and newer, 16 bits) and no gradients are needed,
@@ -96,14 +96,14 @@ def grouped_sdpa_attention(
 
 
 def grouped_sdpa_mask(**given: Any) -> Tensor | None:
-    """transformers' `sdpa_mask`; in a third of the operations that of one new token behind a static cache, which
-    generate() makes at each step, ahead of the compiled model.
+    """Make the mask that transformers' `sdpa_mask` makes, as generate() does at each step ahead of the compiled model.
 
-    For 16-bit models that one has the numbers that are added to the logits, 0 and -inf. SDPA makes them of a bool mask
-    in every layer: 1.2 us of a layer of a compiled decode step on an H200, and launches of an eager one.
+    For one new token behind a static cache it takes a third of the operations, and 16-bit models get the numbers that
+    are added to the logits, 0 and -inf. SDPA would convert a bool mask to them in every layer: 1.2 us of a layer of a
+    compiled decode step on an H200, and launches of an eager one.
 
     Args:
-        **given: those of `sdpa_mask`.
+        **given: the arguments of `sdpa_mask`.
 
     Returns:
         (B, 1, Q, L), bool (True: attend) or 16-bit numbers to add; or None where none is needed.
@@ -132,7 +132,7 @@ def grouped_sdpa_mask(**given: Any) -> Tensor | None:
 def _grouped(
     query: Tensor, key: Tensor, value: Tensor, mask: Any, dropout: float, scaling: float | None
 ) -> Tensor | None:
-    """(B, Hq, Q, Dv) of keys and values as they are; None where repeating them is no slower."""
+    """Return (B, Hq, Q, Dv), without copies of keys and values; None where repeating them is no slower."""
     (batch, heads, queries, _), key_heads = query.shape, key.shape[1]
     options: dict[str, Any] = dict(dropout_p=dropout, scale=scaling)
     if _cudnn_groups_heads(query, key, value, mask, dropout):

@@ -88,7 +88,7 @@ class NVFP4Experts(nn.Module):
         self.train(experts.training)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Set an attribute; another activation, limit or gate is fused only if it, too, agrees with a fused form."""
+        """Set an attribute; another activation, limit or gate is fused only if `fused_gate` knows it, too."""
         super().__setattr__(name, value)
         if name in (*SHAPES_THE_FORM, "_apply_gate") and self.form.gated:
             self.form = replace(self.form, swiglu=fused_gate(self, self.experts_class, self.form.interleaved))
@@ -104,7 +104,7 @@ class NVFP4Experts(nn.Module):
         *,
         auto_layout: bool = False,
     ) -> NVFP4Experts:
-        """The NVFP4 form of an experts module.
+        """Make the NVFP4 form of an experts module.
 
         Args:
             hf_experts_module: one of `expert_blocks`; its weights are not read, so they may be on the "meta" device.
@@ -147,8 +147,8 @@ class NVFP4Experts(nn.Module):
         return new
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
-        """As that of every module; adapters that PEFT made for the 16-bit experts are an error, where PEFT would leave
-        them out with a warning."""
+        """Load as every module does, but refuse adapters that PEFT made for the 16-bit experts, which PEFT would leave
+        out with a warning."""
         strange = [key for key in state_dict if key.startswith(prefix) and _OF_PEFT.match(key[len(prefix) :])]
         if strange:
             args[-1].append(
@@ -184,7 +184,7 @@ class NVFP4Experts(nn.Module):
         return run_experts(self, self.experts_class, form, inputs, *weights, order, adapted)
 
     def dequantized(self, memo: dict[Any, Any]) -> nn.Module:
-        """The 16-bit module of `experts_class` with the dequantized weights; `memo` keeps tied weights tied."""
+        """Return the 16-bit module of `experts_class` with the dequantized weights; `memo` keeps tied weights tied."""
         form = self.form
         experts = self.experts_class.__new__(self.experts_class)
         nn.Module.__init__(experts)
@@ -213,7 +213,7 @@ class NVFP4Experts(nn.Module):
         return experts.train(self.training)
 
     def note_part(self, part: ExpertsPart, mesh: Any = None) -> None:
-        """Notes that the weights are a part of those of the layer, which the processes of a mesh share."""
+        """Note which part of the layer's weights these are, where the processes of a mesh share them."""
         self.part, self.part_mesh = part, mesh
         whole_experts = part.feature_ranks == 1
         for dim, linear in ((1, self.gate_up_proj), (2, self.down_proj)):
@@ -221,7 +221,7 @@ class NVFP4Experts(nn.Module):
             linear.process_part = (0, part.expert_rank, part.expert_ranks) if whole_experts else by_features
 
     def _get_name(self) -> str:
-        """The name in the representation of a model: that of the class, with the number format."""
+        """Return the name of the class with the number format, for the representation of a model."""
         return type(self).__name__.replace(NVFP4.name.upper(), self.gate_up_proj.format_name.upper())
 
     def extra_repr(self) -> str:
@@ -229,12 +229,12 @@ class NVFP4Experts(nn.Module):
 
 
 def expert_blocks(model: nn.Module) -> dict[str, nn.Module]:
-    """The experts modules of transformers in a model that can be quantized, by qualified name; each module once."""
+    """Return the experts modules of transformers in a model that can be quantized, by qualified name; each once."""
     return {name: module for name, module in model.named_modules() if form_of(module) is not None}
 
 
 def expert_weights(experts: nn.Module) -> list[tuple[nn.Parameter, Tensor]]:
-    """The two weights of one of `expert_blocks`, each with its view, or that of this process' part, as (E, N, K)."""
+    """Return the two weights of one of `expert_blocks`, each with a view (E, N, K) of what this process has of it."""
     form = require_form(experts)
     parameters = [*stored_weights(experts, form).values()][:2]
     views = [local_of(parameter) for parameter in parameters]
@@ -249,7 +249,7 @@ def quantized_experts(
     pack: Callable[[Tensor], PackedWeight] = quantize,
     layout: str = "linear",
 ) -> NVFP4Experts:
-    """The NVFP4 form of an experts module with 16-bit (or float32) weights; `memo` keeps tied weights tied.
+    """Quantize an experts module with 16-bit (or float32) weights; `memo` keeps tied weights tied.
 
     Args:
         experts: one of `expert_blocks`.
@@ -302,7 +302,7 @@ def pack_ahead(
     pack: Callable[[Tensor], PackedWeight],
     layout: str,
 ) -> None:
-    """Quantizes one of the weights of an experts module before its others are there, for `quantized_experts`.
+    """Quantize one of the weights of an experts module before its others are there, for `quantized_experts`.
 
     The module gets a parameter on "meta" in the place of it, and `memo` the 4-bit weight.
 
@@ -328,7 +328,7 @@ def pack_ahead(
 def _pack(
     form: ExpertsForm, first: bool, weight: Tensor, *, pack: Callable[[Tensor], PackedWeight], layout: str
 ) -> PackedWeight:
-    """The packed form of the first or the second weight of a module, gate rows ahead of up rows."""
+    """Pack the first or the second weight of a module, gate rows ahead of up rows."""
     packed = pack(weight.transpose(1, 2) if form.transposed else weight)
     if form.interleaved and first:
         qdata, scale, *others = packed.tensors()
@@ -338,7 +338,7 @@ def _pack(
 
 
 def _order(form: ExpertsForm, first: bool) -> str:
-    """How the first or the second weight of a class lies in memory, for `families.weight_key`."""
+    """Return how the first or the second weight of a class lies in memory, for `families.weight_key`."""
     return " ".join(["transposed"] * form.transposed + ["interleaved"] * (form.interleaved and first))
 
 
@@ -348,7 +348,7 @@ def _is_plain(linear: nn.Module) -> bool:
 
 
 def _weight_of(linear: Any) -> PackedWeight:
-    """The weight of a projection, which the operators read without a call of the module.
+    """Return the weight of a projection, which the operators read without a call of the module.
 
     Raises:
         ValueError: the module has something that would have to run.
@@ -377,7 +377,7 @@ def _require_plain(module: nn.Module) -> None:
 
 
 def _copy_attributes(source: nn.Module, target: nn.Module, *, skip: Container[str]) -> None:
-    """Gives a module the attributes, children, parameters and buffers of another one, except the forward and `skip`."""
+    """Give a module the attributes, children, parameters and buffers of another one, except the forward and `skip`."""
     for name, value in vars(source).items():
         if name not in _TORCH_STATE and name not in HOOK_ATTRIBUTES and name not in skip:
             vars(target)[name] = value

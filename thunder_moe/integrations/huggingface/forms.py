@@ -1,28 +1,39 @@
 """`ExpertsForm`: the weight layout and the activation of an experts module of transformers, and how to recognize it.
-Called by experts, families, implementation and quantizer; calls the module's own gate to prove that a fused form
-computes the same.
+Called by experts, families, implementation, quantizer and llama4; calls known_code.
 
-Legend: E experts, H hidden_size, I intermediate_size, P probes of the gate.
+Legend: E experts, H hidden_size, I intermediate_size.
 """
 
 from __future__ import annotations
 
-import itertools
-from dataclasses import dataclass
+import logging
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from thunder_moe.activations import GLU
 from thunder_moe.formats.nvfp4 import WEIGHT_DTYPES
+from thunder_moe.integrations.huggingface.known_code import (
+    key,
+    names,
+    origin,
+    runs_class_forward,
+    tell,
+    unknown_version,
+)
 from thunder_moe.integrations.huggingface.sharded_forward import sharding_of
 from thunder_moe.nn import NVFP4GroupedLinear
 from thunder_moe.replaceable import has_own_forward, impure, not_plain
 
 __all__ = [
+    "GATES",
     "SHAPES_THE_FORM",
     "ExpertsForm",
+    "GateKind",
+    "alpha_of",
     "apply_gate",
     "form_of",
     "fused_gate",
@@ -40,14 +51,66 @@ _OTHERS = {
     ("transformers.models.llama4.modeling_llama4", "Llama4TextExperts"): (True, True),
     ("transformers.models.step3p7.modeling_step3p7", "Step3p7Experts"): (False, False),
 }
-_KNOWN_TENSORS = ("gate_up_proj", "down_proj", "gate_up_bias", "down_bias", "post_expert_norm.")
-# Gates and ups at which a module's activation is compared with a fused form; those around its limit come on top.
-_PROBES = (0.0, 1e-3, 0.1, 0.5, 1.0, 1.7, 2.5, 3.9, 6.5, 6.99, 7.01, 9.0, 15.0, 17.0, 40.0, 100.0)
+# Module and name of the class of an activation -> a, of ``x * sigmoid(a * x)``.
+_ALPHAS = {
+    ("torch.nn.modules.activation", "SiLU"): 1.0,
+    ("transformers.activations", "SiLUActivation"): 1.0,
+    ("transformers.activations", "QuickGELUActivation"): 1.702,
+}
+
+
+@dataclass(frozen=True)
+class GateKind:
+    """Describe what a gate computes of (..., 2I): a `GLU`, by attributes of the experts module.
+
+    Attributes:
+        alpha: the value, or the attribute that has it; None for the one of ``act_fn``, if this is an activation that
+            `alpha_of` knows.
+        limit: the attribute that has it; None without a limit.
+        clamps_output: the limit is one of the activated gate, so that the gate is a `GLU` only if it is infinite.
+        up_shift: as in `GLU`.
+        interleaved: gate and up are the even and odd features, not the halves.
+    """
+
+    alpha: float | str | None = None
+    limit: str | None = None
+    clamps_output: bool = False
+    up_shift: float = 0.0
+    interleaved: bool = False
+
+    def form(self, module: Any) -> GLU | None:
+        """Return the `GLU` of an experts module; None where its attributes say that it computes something else."""
+        alpha: Any = getattr(module, self.alpha, None) if isinstance(self.alpha, str) else self.alpha
+        alpha = alpha_of(getattr(module, "act_fn", None)) if self.alpha is None else alpha
+        limit: Any = _NO_LIMIT if self.limit is None else getattr(module, self.limit, None)
+        if not all(isinstance(value, int | float) and value > 0 for value in (alpha, limit)):
+            return None
+        if self.clamps_output and limit != _NO_LIMIT:
+            return None
+        return GLU(float(alpha), None if limit == _NO_LIMIT else float(limit), self.up_shift)
+
+
+_NO_LIMIT = float("inf")
+_GPT_OSS = GateKind(alpha="alpha", limit="limit", up_shift=1.0)
+_ROWS = (
+    (GateKind(), "beam.BeamExperts._apply_gate llama4.Llama4TextExperts.forward"),
+    (GateKind(limit="limit"), "deepseek_v4.DeepseekV4Experts._apply_gate"),
+    (GateKind(limit="limit", clamps_output=True), "step3p7.Step3p7Experts._apply_gate"),
+    (GateKind(alpha=1.0, limit="swiglu_limit"), """
+        glm5_next.Glm5NextTextExperts._apply_gate hy_v4.HYV4Experts._apply_gate hy_v4_vl.HYV4VLExperts._apply_gate
+    """),
+    (_GPT_OSS, "openai_privacy_filter.OpenAIPrivacyFilterExperts._apply_gate"),
+    (replace(_GPT_OSS, interleaved=True), "gpt_oss.GptOssExperts._apply_gate"),
+    (replace(_GPT_OSS, alpha="swiglu_alpha", limit="swiglu_limit"), "minimax_m3_vl.MiniMaxM3VLExperts._apply_gate"),
+)  # fmt: skip
+# Module and name of the function that is the gate of a class -> what it computes.
+GATES = {name: kind for kind, rows in _ROWS for name in names(rows)}
+GATES["transformers.integrations.moe", "_default_apply_gate"] = GateKind()
 
 
 @dataclass(frozen=True)
 class ExpertsForm:
-    """The weight layout of an experts module and what it computes.
+    """Describe the weight layout of an experts module and what it computes.
 
     Attributes:
         gated: the first projection is of gate and up; else of up alone, followed by ``act_fn``.
@@ -73,13 +136,13 @@ class ExpertsForm:
 
 
 def has_experts(module: nn.Module) -> bool:
-    """Whether a module is of transformers' experts interface or one of `_OTHERS`, customized or not."""
+    """True if a module is of transformers' experts interface or one of `_OTHERS`, customized or not."""
     interface = all(hasattr(module, name) for name in _INTERFACE) and hasattr(module, "_apply_gate")
-    return interface or any(_key(cls) in _OTHERS for cls in type(module).__mro__)
+    return interface or any(key(cls) in _OTHERS for cls in type(module).__mro__)
 
 
 def not_plain_experts(module: nn.Module) -> str | None:
-    """Why an experts module, in 16 or (`NVFP4Experts`) 4 bits, has to stay as it is; None when it can be replaced.
+    """Return why an experts module, in 16 or (`NVFP4Experts`) 4 bits, cannot be replaced; None when it can.
 
     Its forward has to be that of the interface, or of the known class: what a subclass or an instance computes itself
     is not known, nor do hooks survive, except accelerate's.
@@ -99,7 +162,7 @@ def not_plain_experts(module: nn.Module) -> str | None:
     if not has_experts(module):
         return _not_plain_nvfp4(module)
     forward: Any = type(module).forward
-    known = next((cls for cls in type(module).__mro__ if _key(cls) in _OTHERS), None)
+    known = next((cls for cls in type(module).__mro__ if key(cls) in _OTHERS), None)
     if known is None and getattr(forward, "__globals__", {}).get("__name__") != "transformers.integrations.moe":
         return f"{type(module).__name__} has a forward of its own"
     if known is not None and (forward.__module__, forward.__qualname__) != (
@@ -135,8 +198,8 @@ def _not_plain_nvfp4(module: nn.Module) -> str | None:
 
 
 def form_of(module: nn.Module) -> ExpertsForm | None:
-    """The form of an experts module of transformers (on any device, "meta" too); None for any other module."""
-    other = next((_OTHERS[key] for key in map(_key, type(module).__mro__) if key in _OTHERS), None)
+    """Return the form of an experts module of transformers (on any device, "meta" too); None for any other module."""
+    other = next((_OTHERS[row] for cls in type(module).__mro__ if (row := key(cls)) in _OTHERS), None)
     if other is None and not (all(hasattr(module, name) for name in _INTERFACE) and hasattr(module, "_apply_gate")):
         return None
     down = module._parameters.get("down_proj")
@@ -153,7 +216,7 @@ def form_of(module: nn.Module) -> ExpertsForm | None:
 
 
 def require_form(module: nn.Module) -> ExpertsForm:
-    """The form of an experts module; TypeError for any other module."""
+    """Return the form of an experts module; raise a TypeError for any other module."""
     form = form_of(module)
     if form is None:
         raise TypeError(
@@ -164,14 +227,14 @@ def require_form(module: nn.Module) -> ExpertsForm:
 
 
 def stored_weights(module: nn.Module, form: ExpertsForm) -> dict[str, nn.Parameter]:
-    """The module's own parameters that quantization replaces, by name: first projection, down_proj, then the biases."""
+    """Return the parameters that quantization replaces, by name: first projection, down_proj, then the biases."""
     first = "gate_up_proj" if form.gated else "up_proj"
     names = (first, "down_proj", f"{first}_bias", "down_proj_bias")
     return {name: parameter for name in names if (parameter := module._parameters.get(name)) is not None}
 
 
 def apply_gate(module: Any, own_class: type, gate_up: Tensor, interleaved: bool) -> Tensor:
-    """What the gate of `own_class` makes of (..., 2I), gate first, with the attributes of `module` -> (..., I)."""
+    """Run the gate of `own_class` with the attributes of `module`: (..., 2I), gate first -> (..., I)."""
     gate_fn = getattr(own_class, "_apply_gate", None)
     if gate_fn is None:  # Llama 4
         gate, up = gate_up.chunk(2, -1)
@@ -184,31 +247,32 @@ def apply_gate(module: Any, own_class: type, gate_up: Tensor, interleaved: bool)
     return out
 
 
-@torch.no_grad()
 def fused_gate(module: Any, own_class: type, interleaved: bool) -> GLU | None:
-    """Return the fused form that agrees with `apply_gate` at all probes, to float32 rounding; None without one."""
-    tensors = [name for name, _ in itertools.chain(module.named_parameters(), module.named_buffers())]
-    if not all(name.startswith(_KNOWN_TENSORS) for name in tensors):
-        return None  # an activation with tensors of its own
-    limits = {None} | {_finite(getattr(module, name, None)) for name in ("limit", "swiglu_limit")}
-    probes = [*_PROBES, *(factor * limit for limit in limits if limit is not None for factor in (0.9, 1.1, 4.0))]
-    signed = [sign * probe for probe in probes for sign in (1.0, -1.0)]
-    values = torch.tensor(signed, dtype=torch.float32, device="cpu")  # independent of the default dtype
-    gate, up = torch.cartesian_prod(values, values).unbind(-1)  # [P]
-    own = apply_gate(module, own_class, torch.cat([gate, up])[None], interleaved)[0]
-    if own.shape != gate.shape:
-        return None  # a gate that depends on the sizes of its layer
-    alphas = {1.0, 1.702} | {float(getattr(module, name, 1.0)) for name in ("alpha", "swiglu_alpha")}
-    for alpha, limit, up_shift in itertools.product(sorted(alphas), limits, (0.0, 1.0)):
-        form = GLU(alpha, limit, up_shift)
-        if torch.allclose(form(gate, up), own, rtol=1e-5, atol=1e-6):
-            return form
-    return None
+    """Return the form of the gate that `apply_gate` runs, by `GATES`; None for one that is not there.
+
+    Args:
+        module: experts of 16 or 4 bits.
+        own_class: the class of its 16-bit form.
+        interleaved: the 16-bit rows of gate and up take turns.
+    """
+    function = getattr(own_class, "_apply_gate", getattr(own_class, "forward", None))
+    kind = GATES.get(origin(function) or ("", ""))
+    if kind is None:
+        text = f"the gate of {own_class.__name__} runs apart from its GEMM, slower: GATES has no row for it"
+        tell(text, logging.INFO)
+    if kind is None or "_apply_gate" in vars(module) or kind.interleaved != interleaved:
+        return None
+    form, why = kind.form(module), unknown_version()
+    if form is not None and why is not None:
+        text = f"the gate of {own_class.__name__} runs apart from its GEMM, slower: it is known to be {form} {why}"
+        tell(text, logging.WARNING)
+        return None
+    return form
 
 
-def _finite(limit: Any) -> float | None:
-    return None if limit is None or limit == float("inf") else float(limit)
-
-
-def _key(cls: type) -> tuple[str, str]:
-    return cls.__module__, cls.__qualname__
+def alpha_of(activation: Any) -> float | None:
+    """Return a of an activation that is ``x * sigmoid(a * x)``, as SiLU (1.0) is; None for any other."""
+    if activation is F.silu:
+        return 1.0
+    plain = isinstance(activation, nn.Module) and impure(activation) is None and runs_class_forward(activation)
+    return _ALPHAS.get(key(type(activation))) if plain else None

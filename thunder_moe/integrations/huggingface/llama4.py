@@ -10,7 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from thunder_moe.integrations.huggingface.accelerate_hooks import unhooked
+from thunder_moe.integrations.huggingface.class_swap import OtherForward
+from thunder_moe.integrations.huggingface.forms import alpha_of
 from thunder_moe.integrations.huggingface.routers import RowOrders, is_one_operator
 from thunder_moe.nn import Llama4MoE, Llama4MoEConfig
 from thunder_moe.nn.quantized import calls_only_its_class
@@ -35,9 +36,10 @@ __all__ = [
 Moe = TypeVar("Moe", bound=Llama4MoE)
 
 
-class RoutedLlama4Router(Llama4Router):
+class RoutedLlama4Router(OtherForward, Llama4Router):
     """`Llama4Router` with a method for a `RoutedLlama4TextMoe`: its choice, or all of it, is one operator."""
 
+    own_class, added = Llama4Router, ("row_orders",)
     row_orders: RowOrders
 
     def choose(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -54,8 +56,10 @@ class RoutedLlama4Router(Llama4Router):
         return scores, logits, ids
 
 
-class RoutedLlama4TextMoe(Llama4TextMoe):
+class RoutedLlama4TextMoe(OtherForward, Llama4TextMoe):
     """`Llama4TextMoe` that calls its experts as other models do: with (T, H), top_k_index and top_k_weights (T, A)."""
+
+    own_class = Llama4TextMoe
 
     def forward(self, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
         """(B, S, H) or (T, H) -> (T, H), and the router's logits (T, E)."""
@@ -71,7 +75,7 @@ class RoutedLlama4TextMoe(Llama4TextMoe):
 
 
 def check_layer(layer: nn.Module) -> None:
-    """Raises a TypeError unless the parent of Llama 4's experts is Llama 4's own layer, whose routing is known."""
+    """Raise a TypeError unless the parent of Llama 4's experts is Llama 4's own layer, whose routing is known."""
     if type(layer) not in (Llama4TextMoe, RoutedLlama4TextMoe):
         raise TypeError(f"model: the parent of Llama 4's experts is a {type(layer).__name__}, wanted Llama4TextMoe")
     if not has_own_forward(layer):
@@ -79,45 +83,37 @@ def check_layer(layer: nn.Module) -> None:
 
 
 def route_layer(layer: nn.Module, orders: RowOrders) -> None:
-    """Makes a `Llama4TextMoe`, checked by `check_layer`, route its tokens, and its router leave the order of rows."""
-    with unhooked(layer):
-        layer.__class__ = RoutedLlama4TextMoe
+    """Make a `Llama4TextMoe`, checked by `check_layer`, route its tokens, and its router leave the order of rows."""
+    RoutedLlama4TextMoe.put_on(layer)
     router: Any = layer.router
-    if type(router) is Llama4Router and has_own_forward(router) and not has_hook(router):
-        router.__class__ = RoutedLlama4Router
-    if isinstance(router, RoutedLlama4Router):
-        router.row_orders = orders
+    plain = type(router) is Llama4Router and has_own_forward(router) and not has_hook(router)
+    if plain or RoutedLlama4Router.is_on(router):
+        RoutedLlama4Router.put_on(router, row_orders=orders)
 
 
 def restore_layer(layer: nn.Module) -> None:
-    """The inverse of `route_layer`."""
-    with unhooked(layer):
-        layer.__class__ = Llama4TextMoe
-    router: Any = layer.router
-    if type(router) is RoutedLlama4Router:
-        own: Any = Llama4Router
-        router.__class__ = own
-        del router.row_orders
+    """Undo `route_layer`."""
+    RoutedLlama4TextMoe.take_off(layer)
+    RoutedLlama4Router.take_off(layer.get_submodule("router"))
 
 
 def copy_llama4_moe(module: nn.Module, moe_class: type[Moe]) -> Moe:
-    """`Llama4MoE.from_transformers`, which has the documentation.
+    """Do what `Llama4MoE.from_transformers` documents.
 
     Args:
         module: a `Llama4TextMoe`.
-        moe_class: what to make, `Llama4MoE` or a subclass.
+        moe_class: `Llama4MoE` or a subclass.
     """
     if type(module) is not Llama4TextMoe:
         raise TypeError(f"module: got {type(module).__name__}, wanted transformers' Llama4TextMoe")
     for name, part in (("module", module), *((f"module.{name}", part) for name, part in module.named_children())):
         if not has_own_forward(part):
             raise ValueError(f"{name}: its forward was replaced, wanted that of {type(part).__name__}")
-    probes = torch.linspace(-10, 10, 41, device="cpu", dtype=torch.float32)
     for name, act_fn in (
         ("experts.act_fn", module.experts.act_fn),
         ("shared_expert.activation_fn", module.shared_expert.activation_fn),
     ):
-        if not torch.allclose(act_fn(probes), F.silu(probes)):
+        if alpha_of(act_fn) != 1.0:
             raise ValueError(f"module.{name}: got {act_fn}, wanted SiLU")
     gate_up, down = module.experts.gate_up_proj, module.experts.down_proj  # (E, H, 2I), (E, I, H)
     experts, intermediate, hidden = down.shape

@@ -1,5 +1,5 @@
 """The table of transformers' routers that `moe_router` computes: what the forward of each class does.
-Called by routers; calls routing for the form of the operator.
+Called by routers; calls routing for the form of the operator, known_code for the names of the classes.
 """
 
 from __future__ import annotations
@@ -7,16 +7,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from thunder_moe.integrations.huggingface.known_code import names
 from thunder_moe.routing import RouterForm
 
-__all__ = ["NEWEST", "ROUTERS", "RouterKind"]
-
-NEWEST = (5, 24)  # of transformers that the rows were compared with; its minor versions change what routers return
+__all__ = ["ROUTERS", "RouterKind"]
 
 
 @dataclass(frozen=True)
 class RouterKind:
-    """What the forward of a class of routers computes of hidden states (T, H); it returns logits, scores and ids.
+    """Describe what the forward of a class computes of hidden states (T, H): logits, scores and ids.
 
     Attributes:
         score: as in `RouterForm`.
@@ -53,7 +52,7 @@ class RouterKind:
     since: tuple[int, int] = (5, 7)
 
     def form(self, router: Any) -> RouterForm | None:
-        """The form of a router, by its attributes; None where these say that it computes something else."""
+        """Return the form of a router, by its attributes; None where these say that it computes something else."""
         if self.requires is not None and getattr(router, self.requires[0]) != self.requires[1]:
             return None
         options: dict[str, Any] = {}
@@ -124,7 +123,5 @@ _KINDS: tuple[tuple[dict[str, Any], str], ...] = (
 )  # fmt: skip
 # Module and name of a class of transformers -> what it computes.
 ROUTERS: dict[tuple[str, str], RouterKind] = {
-    (f"transformers.models.{model}.modeling_{model}", name): RouterKind(**options)
-    for options, classes in _KINDS
-    for model, _, name in (each.partition(".") for each in classes.split())
+    name: RouterKind(**options) for options, rows in _KINDS for name in names(rows)
 }

@@ -1,18 +1,15 @@
-"""Routers of transformers' models in one operator, those of the classes that `router_table` lists.
-Called by families with the layer whose experts become 4-bit; calls router_table and ops.router.
+"""Routers of transformers' models in one operator, of the classes that `router_table` lists.
+Called by families with the layer whose experts become 4-bit; calls router_table, class_swap and ops.router.
 
 The operator is `moe_linear_router` in inference on CUDA, else `moe_router` behind the router's linear layer.
 
-A router is a module of transformers that returns (logits (T, E), scores (T, A), ids (T, A)) for hidden states. It keeps
-its class' name for isinstance (hooks that record logits go by it), its parameters and its hooks: only the forward is
-another one, and that runs the own one wherever it is not known to compute the same.
+A router is a module of transformers that returns (logits (T, E), scores (T, A), ids (T, A)) for hidden states.
 
 Legend: T tokens, A = top_k, E experts, H hidden_size.
 """
 
 from __future__ import annotations
 
-import functools
 import logging
 import operator
 from collections.abc import Callable
@@ -23,13 +20,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from thunder_moe.integrations.huggingface.accelerate_hooks import HOOK_ATTRIBUTES, unhooked
-from thunder_moe.integrations.huggingface.router_table import NEWEST, ROUTERS, RouterKind
+from thunder_moe.integrations.huggingface.accelerate_hooks import HOOK_ATTRIBUTES
+from thunder_moe.integrations.huggingface.class_swap import OtherForward
+from thunder_moe.integrations.huggingface.known_code import key, runs_class_forward, tell, unknown_version
+from thunder_moe.integrations.huggingface.router_table import ROUTERS, RouterKind
 from thunder_moe.nn.autocast import autocast_dtype
 from thunder_moe.nn.linear import traced_by_thunder
 from thunder_moe.ops import router as _router  # noqa: F401  (registers the operator)
 from thunder_moe.ops.operator import operator_for
-from thunder_moe.replaceable import has_own_forward
 from thunder_moe.routing import LINEAR_ROUTER_TOKENS, RouterForm
 
 __all__ = [
@@ -47,7 +45,6 @@ __all__ = [
     "settings_of",
 ]
 
-_LOGGER = logging.getLogger("thunder_moe")
 _TORCH_STATE = frozenset(vars(nn.Module()))
 KNOWN_CODE = "transformers.models."
 OWN_STATE = _TORCH_STATE | {*HOOK_ATTRIBUTES}  # attributes that are torch's or accelerate's
@@ -56,7 +53,7 @@ Order = tuple[Tensor, Tensor, Tensor]
 
 
 class RowOrders:
-    """Hands the order of rows from a layer's router to its experts, so that they need not sort the same ids again.
+    """Hand the order of rows from a layer's router to its experts, so that they need not sort the same ids again.
 
     The experts take it only for the very tensor of ids that the router returned, unchanged; else they sort. Graphs with
     gradients have none of it: the body of a checkpoint may not change a Python object.
@@ -66,14 +63,14 @@ class RowOrders:
         self._last: tuple[Tensor, int | str, Order] | None = None
 
     def put(self, ids: Tensor, order: Order, router: nn.Module) -> None:
-        """Keeps the order of a router's result, that of the `moe_router` called last, until the experts take it."""
+        """Keep the order that the last `moe_router` returned for a router's ids, until the experts take it."""
         if not torch.compiler.is_compiling():
             self._last = None if ids.is_inference() else (ids, ids._version, order)
         elif not torch.is_grad_enabled() and not router._forward_hooks:  # a graph does not show what hooks change
             self._last = (ids, _traced_ids("") if torch.compiler.is_dynamo_compiling() else 0, order)
 
     def take(self, ids: Tensor, num_experts: int) -> Order | None:
-        """The order of these ids, if it is known."""
+        """Return the order of these ids, if it is known."""
         compiles = torch.compiler.is_compiling()
         if compiles and torch.is_grad_enabled():
             return None
@@ -94,8 +91,8 @@ class RowOrders:
 
 
 def _ids_in_graph(known: str) -> str:
-    """Runs while dynamo traces: the ids of the graph's last `moe_router`, or those that are `known`, by the graph, the
-    node's name and how often the trace has changed them in place so far; "" where the graph has none."""
+    """Return what names the ids of the graph's last `moe_router`, or the `known` ones, while dynamo traces: the graph,
+    the node and how often the trace has changed them in place; "" where the graph has none."""
     graph = torch._dynamo.symbolic_convert.InstructionTranslator.current_tx().output.graph
     for node in reversed(graph.nodes):
         if node.target is operator.getitem and node.args[1] == 1 and node.args[0].target in _ROUTERS:
@@ -116,7 +113,7 @@ _traced_ids: Callable[[str], str] = _constant(_ids_in_graph)
 
 @dataclass(frozen=True)
 class RouterCall:
-    """How a router becomes a linear layer and a `moe_router`.
+    """Compute what a router does by a linear layer and `moe_router`.
 
     Attributes:
         form: of the router.
@@ -129,7 +126,7 @@ class RouterCall:
     settings: tuple[tuple[str, Any], ...]
 
     def holds(self, router: Any, hidden_states: Tensor, biases: int) -> bool:
-        """Whether the router still has its settings, and these arguments are of its kind."""
+        """True if the router still has its settings, and these arguments are of its kind."""
         kind = self.kind
         # Not by a list of dtypes: Thunder's proxies have dtypes of its own.
         if hidden_states.dtype == torch.float64 or (not kind.wide and hidden_states.dtype != router.weight.dtype):
@@ -155,7 +152,7 @@ class RouterCall:
 
 
 def _linear_of(router: Any) -> tuple[Tensor, Tensor | None]:
-    """Weight and bias of a router's linear layer."""
+    """Return weight and bias of a router's linear layer."""
     if "parametrizations" in router._modules or "weight" not in router._parameters:
         return router.weight, getattr(router, "bias", None)
     # nn.Module's own look-up takes half a microsecond, a vain one two.
@@ -163,7 +160,7 @@ def _linear_of(router: Any) -> tuple[Tensor, Tensor | None]:
 
 
 def is_one_operator(hidden_TH: Tensor, weight: Any) -> bool:
-    """True if `moe_linear_router` is to compute the logits, too: in inference on CUDA, where it saves a launch.
+    """True if `moe_linear_router` computes the logits, too: in inference on CUDA, where it saves a launch.
 
     A compiled graph may get few tokens later; in eager code more of them are a linear layer and `moe_router`.
     """
@@ -175,7 +172,7 @@ def is_one_operator(hidden_TH: Tensor, weight: Any) -> bool:
 
 
 def _takes_16_bits(hidden_TH: Tensor, weight: Tensor) -> bool:
-    """Whether a float32 product of 16-bit tensors is to be made without float32 copies, in eager inference alone.
+    """True if a float32 product of 16-bit tensors needs no float32 copies: in eager inference on CUDA.
 
     Products of 16-bit numbers are exact in float32: only the order of the sum differs. A router of DeepSeek-V3
     (256, 7168) on an H200 at 1 / 32 / 1024 tokens takes 5.8 / 6.7 / 12 us so, and 12 / 25 / 122 with copies.
@@ -185,10 +182,10 @@ def _takes_16_bits(hidden_TH: Tensor, weight: Tensor) -> bool:
     return hidden_TH.dtype == weight.dtype and hidden_TH.dtype in (torch.bfloat16, torch.float16)
 
 
-class FusedRouter(nn.Module):
-    """The forward of routers that run `moe_router`; `_fused_class` mixes it into a router's own class."""
+class FusedRouter(OtherForward):
+    """Run `moe_router` in the place of a router's own forward, where it is known to compute the same."""
 
-    own_class: type[nn.Module]
+    added = ("router_call", "router_options", "row_orders")
     router_call: RouterCall
     router_options: dict[str, Any]  # `router_call.form` as those of moe_router, but for defaults
     row_orders: RowOrders
@@ -217,23 +214,9 @@ class FusedRouter(nn.Module):
         self.row_orders.put(ids, (row_slot, offsets, slot_row), self)
         return logits, scores, ids
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return _unpickled, (self.own_class,), self.__dict__
-
-
-@functools.cache
-def _fused_class(own_class: Any) -> Any:
-    name = f"Fused{own_class.__name__}"
-    return type(name, (FusedRouter, own_class), {"own_class": own_class, "__module__": __name__})
-
-
-def _unpickled(own_class: Any) -> Any:
-    fused = _fused_class(own_class)
-    return fused.__new__(fused)
-
 
 def routers_of(layer: nn.Module) -> list[nn.Module]:
-    """The children of a layer that may be routers: of transformers, with a weight (E, H) and a top_k."""
+    """Return the children of a layer that may be routers: of transformers, with a weight (E, H) and a top_k."""
     found = []
     for child in layer.children():
         weight = child._parameters.get("weight")
@@ -245,89 +228,57 @@ def routers_of(layer: nn.Module) -> list[nn.Module]:
 
 
 def fuse_routers(layer: nn.Module, orders: RowOrders) -> bool:
-    """`fuse_router` for the routers of a layer; whether its experts can take the order of rows from one."""
+    """Call `fuse_router` for the routers of a layer; True if its experts can take the order of rows from one."""
     fused = [fuse_router(router, orders) for router in routers_of(layer)]
     # Code of others may change the ids in place between router and experts, which a compiler's trace would not show.
     return any(fused) and type(layer).__module__.startswith(KNOWN_CODE)
 
 
 def restore_routers(layer: nn.Module) -> None:
-    """`restore_router` for the routers of a layer."""
+    """Undo `fuse_routers`."""
     for router in routers_of(layer):
-        restore_router(router)
+        FusedRouter.take_off(router)
 
 
 def fuse_router(router: nn.Module, orders: RowOrders) -> bool:
-    """Makes a router run `moe_router`, if the table has its class.
+    """Make a router run `moe_router`, if the table has its class.
 
     Args:
-        router: one of `routers_of`; its class becomes a subclass of its own, everything else stays as it is.
+        router: one of `routers_of`; it gets the forward of `FusedRouter`.
         orders: where it leaves the order of rows.
 
     Returns:
-        Whether it does now.
+        True if it does now.
     """
-    kind: Any = type(router)
     attributes: dict[str, Any] = {"row_orders": orders}
     if not isinstance(router, FusedRouter):
         call = fused_call(router)
         if call is None:
             return False
-        with unhooked(router):
-            router.__class__ = _fused_class(kind)
         # An option costs half a microsecond of a call, also one that has its default.
         options = {name: value for name, value in asdict(call.form).items() if value != _DEFAULTS.get(name)}
         attributes |= {"router_call": call, "router_options": options}
-    elif kind is not _fused_class(kind.own_class):  # somebody has made a class of it
+    elif not FusedRouter.is_on(router):
         return False
-    vars(router).update(attributes)
+    FusedRouter.put_on(router, **attributes)
     return True
 
 
-def restore_router(router: nn.Module) -> None:
-    """Gives a fused router its own class again."""
-    kind: Any = type(router)
-    if issubclass(kind, FusedRouter) and kind is _fused_class(kind.own_class):
-        for name in ("router_call", "router_options", "row_orders"):
-            vars(router).pop(name, None)
-        with unhooked(router):
-            router.__class__ = kind.own_class
-
-
 def fused_call(router: nn.Module) -> RouterCall | None:
-    """How `moe_router` computes what a router does, by the table of `router_table`; None where it does not."""
-    cls: Any = type(router)
-    kind = ROUTERS.get((cls.__module__, cls.__qualname__))
-    own = has_own_forward(router) and cls.forward.__module__ == cls.__module__  # nobody has put another one there
+    """Return how `moe_router` computes what a router does, by the table of `router_table`; None where it does not."""
+    kind, form, why = ROUTERS.get(key(type(router))), None, None
     plain = all(type(parameter) is nn.Parameter for parameter in router.parameters())
-    form, why = None, ""
-    if kind is not None and own and plain and vars(router).get("_compiled_call_impl") is None:
-        if kind.since <= _version_of_transformers() <= NEWEST:
-            form = kind.form(router)
-        else:
-            why = ", slower in eager code: moe_router is known to equal it in transformers {}.{} to {}.{} alone".format(
-                *kind.since, *NEWEST
-            )
-    does = f"keeps its own operations{why}" if form is None else f"runs moe_router, {form}"
-    _tell(cls.__name__, does, logging.WARNING if why else logging.INFO)
+    if kind is not None and plain and runs_class_forward(router):
+        why = unknown_version(kind.since)
+        form = kind.form(router) if why is None else None
+    does = "keeps its own operations" if form is None else f"runs moe_router, {form}"
+    does += f", slower in eager code: moe_router is known to equal it {why}" if why else ""
+    tell(f"router {type(router).__name__} {does}", logging.WARNING if why else logging.INFO)
     return None if form is None or kind is None else RouterCall(form, kind, settings_of(router))
 
 
-def _version_of_transformers() -> tuple[int, int]:
-    import transformers
-
-    major, minor = transformers.__version__.split(".")[:2]
-    return int(major), int(minor)
-
-
-@functools.cache
-def _tell(name: str, does: str, level: int) -> None:
-    """Logs once what became of a class of routers."""
-    _LOGGER.log(level, "router %s %s", name, does)
-
-
 def settings_of(module: nn.Module) -> tuple[tuple[str, Any], ...]:
-    """Numbers and strings of a module, but for `training`."""
+    """Return the numbers and strings of a module, but for `training`."""
     own = ((name, value) for name, value in vars(module).items() if name not in OWN_STATE)
     return tuple(sorted((name, value) for name, value in own if is_setting(value) and name[0] != "_"))
 
