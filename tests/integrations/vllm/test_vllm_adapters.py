@@ -93,10 +93,12 @@ def test_files_for_peft(qwen3_moe, tmp_path):
     check(qwen3_moe, tmp_path, [dict(per_expert=False), dict(per_expert=False)], **options)
 
 
-def test_gpt_oss(tmp_path):
-    """vLLM reads adapters of its fused experts in PEFT's form; biases, rows of gate and up in turns."""
+@pytest.mark.parametrize("options", [{}, dict(enable_mixed_moe_lora_format=True)], ids=["fused", "mixed"])
+def test_gpt_oss(options, tmp_path):
+    """vLLM reads adapters of its fused experts in PEFT's form; biases, rows of gate and up in turns, of which vLLM
+    knows by the name of the architecture."""
     forms = [dict(per_expert=False, attention=True), dict(per_expert=False)]
-    check(export("gpt_oss", tmp_path / "export"), tmp_path, forms)
+    check(export("gpt_oss", tmp_path / "export"), tmp_path, forms, **options)
 
 
 @pytest.mark.parametrize("name", ["mixtral", pytest.param("deepseek_v3", marks=pytest.mark.slow), "llama4"])

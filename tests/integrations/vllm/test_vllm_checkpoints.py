@@ -85,8 +85,8 @@ def test_forms(form, qwen3_moe, tmp_path):
         assert their_tokens(llm) == expected
 
 
-def attention_in_nvfp4(path, _):
-    return "nvfp4" if "self_attn" in path else "mxfp8"
+def attention_in_nvfp4(module, name):
+    return "nvfp4" if "self_attn" in name else "mxfp8"
 
 
 SLOW_FORMS = [pytest.param(form, marks=pytest.mark.slow) for form in ("minimax", "mixed")]

@@ -8,12 +8,13 @@ import pytest
 import torch
 import vllm.envs
 from vllm.config import KernelConfig, VllmConfig, set_current_vllm_config
+from vllm.model_executor.layers.linear import ReplicatedLinear
 from vllm.model_executor.layers.quantization import modelopt
-from vllm.model_executor.layers.quantization.modelopt import ModelOptMxFp8Config, ModelOptNvFp4Config
 
 import thunder_moe
 from thunder_moe.formats.block_format import MXFP8, NVFP4
 from thunder_moe.integrations.vllm import graphs, linears, plugin
+from thunder_moe.integrations.vllm.configs import ThunderModelOptMxFp8Config, ThunderModelOptNvFp4Config
 from thunder_moe.integrations.vllm.linears import ThunderMxFp8Scheme, ThunderNvfp4Scheme
 
 pytestmark = pytest.mark.usefixtures("groups")
@@ -51,14 +52,14 @@ class TestOnCuda:
     @pytest.mark.parametrize("algorithm", ["W4A16_NVFP4", "MXFP8"])
     def test_weights_that_a_model_reads_itself(self, algorithm, mark, monkeypatch):
         """Their bytes stay as vLLM's method leaves them: a model that reads reordered ones would be silently wrong."""
-        quant = (ModelOptMxFp8Config if algorithm == "MXFP8" else ModelOptNvFp4Config).from_config(
+        quant = (ThunderModelOptMxFp8Config if algorithm == "MXFP8" else ThunderModelOptNvFp4Config).from_config(
             {"quantization": dict(quant_algo=algorithm, kv_cache_quant_algo=None, exclude_modules=[], group_size=16)}
         )
         processed = []
         kernel = SimpleNamespace(process_weights_after_loading=processed.append)
         monkeypatch.setattr(linears, "select_linear_kernel", lambda *args, **options: kernel)
         monkeypatch.setattr(modelopt, "init_mxfp8_linear_kernel", lambda **options: kernel)
-        method = linears._Builder(algorithm)(quant, "wo_a")
+        method = quant.get_quant_method(ReplicatedLinear.__new__(ReplicatedLinear), "wo_a")
         assert isinstance(method, linears.ModelOptThunderLinearMethod)
         layer = torch.nn.Module()
         method.create_weights(layer, 64, [32], 64, 32, torch.bfloat16, weight_loader=None)

@@ -1,27 +1,38 @@
-"""vLLM's configurations of NVFP4 and MXFP8 checkpoints (ModelOpt, its mixed ones, compressed-tensors) with our experts.
-Called by plugin and, through vLLM's registry, by vLLM; calls methods. They are pickled, so they are at module level.
+"""Claim NVFP4 and MXFP8 checkpoints for the quantization method "thunder_moe" and make their configurations.
+Called by vLLM, in whose registry plugin puts it; calls methods and linears for the layers that our kernels run.
+
+vLLM asks every method of its registry whether it wants a checkpoint, those of plugins before its own ones. A
+configuration here extends vLLM's for the same form and keeps its `get_name()`, which vLLM's models ask for; vLLM's own
+classes stay in the registry, for checkpoints that are not claimed. Configurations are pickled, so they are at module
+level.
 """
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import torch
+from compressed_tensors.quantization import QuantizationArgs
+from vllm.logger import init_logger
 from vllm.model_executor.layers.fused_moe import RoutedExperts
 from vllm.model_executor.layers.quantization import register_quantization_config
+from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
 from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors import CompressedTensorsConfig
 from vllm.model_executor.layers.quantization.modelopt import (
     ModelOptMixedPrecisionConfig,
     ModelOptMxFp8Config,
     ModelOptNvFp4Config,
+    ModelOptQuantConfigBase,
 )
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.platforms import current_platform
 
+from thunder_moe.integrations.vllm.experts import ThunderExperts
 from thunder_moe.integrations.vllm.linears import (
     compressed_tensors_mxfp8_scheme,
     compressed_tensors_scheme,
-    register_linear_methods,
+    modelopt_linear_method,
 )
 from thunder_moe.integrations.vllm.methods import (
     compressed_tensors_method,
@@ -31,46 +42,48 @@ from thunder_moe.integrations.vllm.methods import (
 )
 
 __all__ = [
+    "NAME",
     "ThunderCompressedTensorsConfig",
     "ThunderModelOptMixedPrecisionConfig",
     "ThunderModelOptMxFp8Config",
     "ThunderModelOptNvFp4Config",
+    "ThunderQuantizationConfig",
     "register_configs",
 ]
 
+NAME = "thunder_moe"
 
-class ThunderModelOptNvFp4Config(ModelOptNvFp4Config):  # type: ignore[misc]
-    """NVFP4 and W4A16_NVFP4."""
+logger = init_logger("vllm.thunder_moe")
+
+
+class _ModelOpt:
+    """Extend vLLM's class for any of ModelOpt's three forms."""
+
+    def get_supported_act_dtypes(self) -> list[torch.dtype]:
+        """Return vLLM's, and on a CPU float32, too: computed in it, two programs' tokens are equal but for ties."""
+        dtypes: list[torch.dtype] = super().get_supported_act_dtypes()  # type: ignore[misc]
+        return [*dtypes, torch.float32] if current_platform.is_cpu() else dtypes
+
+    def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> Any:
+        return modelopt_linear_method(super().get_quant_method(layer, _name_of_head(layer, prefix)))  # type: ignore[misc]
+
+
+class ThunderModelOptNvFp4Config(_ModelOpt, ModelOptNvFp4Config):  # type: ignore[misc]
+    """Read NVFP4 and W4A16_NVFP4."""
 
     FusedMoEMethodCls = staticmethod(modelopt_method)
 
-    def get_supported_act_dtypes(self) -> list[torch.dtype]:
-        return _with_float32(super().get_supported_act_dtypes())
 
-    def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> Any:
-        return super().get_quant_method(layer, _name_of_head(layer, prefix))
-
-
-class ThunderModelOptMxFp8Config(ModelOptMxFp8Config):  # type: ignore[misc]
-    """MXFP8."""
+class ThunderModelOptMxFp8Config(_ModelOpt, ModelOptMxFp8Config):  # type: ignore[misc]
+    """Read MXFP8."""
 
     FusedMoEMethodCls = staticmethod(mxfp8_method)
 
-    def get_supported_act_dtypes(self) -> list[torch.dtype]:
-        return _with_float32(super().get_supported_act_dtypes())
+
+class ThunderModelOptMixedPrecisionConfig(_ModelOpt, ModelOptMixedPrecisionConfig):  # type: ignore[misc]
+    """Read MIXED_PRECISION, which names an algorithm for each layer."""
 
     def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> Any:
-        return super().get_quant_method(layer, _name_of_head(layer, prefix))
-
-
-class ThunderModelOptMixedPrecisionConfig(ModelOptMixedPrecisionConfig):  # type: ignore[misc]
-    """MIXED_PRECISION: an algorithm for each layer."""
-
-    def get_supported_act_dtypes(self) -> list[torch.dtype]:
-        return _with_float32(super().get_supported_act_dtypes())
-
-    def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> Any:
-        prefix = _name_of_head(layer, prefix)
         if isinstance(layer, RoutedExperts) and not self.is_layer_excluded(prefix):
             nvfp4 = {"NVFP4": self.nvfp4_config, "W4A16_NVFP4": self.w4a16_nvfp4_config}
             algorithm = self._resolve_quant_algo(prefix) or ""
@@ -82,7 +95,7 @@ class ThunderModelOptMixedPrecisionConfig(ModelOptMixedPrecisionConfig):  # type
 
 
 class ThunderCompressedTensorsConfig(CompressedTensorsConfig):  # type: ignore[misc]
-    """nvfp4-pack-quantized and mxfp8-quantized among the formats of compressed-tensors."""
+    """Read compressed-tensors; layers in formats other than NVFP4 and MXFP8 are vLLM's."""
 
     def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> Any:
         if isinstance(layer, RoutedExperts):
@@ -117,20 +130,97 @@ class ThunderCompressedTensorsConfig(CompressedTensorsConfig):  # type: ignore[m
 
 
 def _name_of_head(layer: torch.nn.Module, prefix: str) -> str:
-    """The name under which checkpoints list a head that stays 16-bit; some models of vLLM build theirs without one."""
+    """Return the name by which checkpoints list a 16-bit head; some models of vLLM give theirs none."""
     return "lm_head" if isinstance(layer, ParallelLMHead) and not prefix else prefix
 
 
-def _with_float32(dtypes: list[torch.dtype]) -> list[torch.dtype]:
-    """On a CPU our kernels take float32, too; compared in it, two programs' tokens are equal but for ties."""
-    return [*dtypes, torch.float32] if current_platform.is_cpu() else dtypes
+class ThunderQuantizationConfig(ModelOptQuantConfigBase):  # type: ignore[misc]
+    """Serve as the entry in vLLM's registry; for its base class vLLM hands `--quantization-config` to `from_config`."""
+
+    @classmethod
+    def override_quantization_method(
+        cls, hf_quant_cfg: dict[str, Any], user_quant: str | None, hf_config: Any = None
+    ) -> str | None:
+        """Claim a checkpoint with NVFP4 or MXFP8 layers; a line in the log says why one of them is not claimed.
+
+        vLLM's GPT-OSS has no reader for them, and drops biases without a word. A claimed one gets `gpt_oss`'s model
+        class by its name in `architectures`, also where vLLM's kernels would run it: there it is an error.
+
+        Args:
+            hf_quant_cfg: quantization_config of the checkpoint.
+            user_quant: the user's `--quantization`; any but ours means vLLM's own.
+            hf_config: of the model; `architectures` of GPT-OSS are changed.
+
+        Returns:
+            Our name, None where vLLM goes on asking.
+
+        Raises:
+            ValueError: The user gave our name for a checkpoint that our kernels do not run.
+        """
+        form = _form(hf_quant_cfg)
+        architectures = getattr(hf_config, "architectures", None) or []
+        ours = [re.sub("^GptOssFor", "ThunderGptOssFor", name) for name in architectures]
+        reason = None
+        if form is None:
+            reason = "the checkpoint has no NVFP4 or MXFP8 layers"
+        elif user_quant not in (None, NAME):
+            reason = f"--quantization {user_quant} was asked for"
+            if ours != architectures and form is not ThunderCompressedTensorsConfig:
+                reason += ", which leaves out the biases of GPT-OSS's experts"
+        elif ours == architectures and not ThunderExperts._supports_current_device():
+            reason = "the device is neither a CPU nor a CUDA GPU of compute capability 8.0 to 9.0"
+        elif form is ThunderModelOptMixedPrecisionConfig and not _quantized_layers(hf_quant_cfg):
+            reason = "quantization_config in config.json has no quantized_layers"
+        if reason is None:
+            if ours != architectures:
+                hf_config.architectures = ours
+            return NAME
+        if user_quant == NAME:
+            raise ValueError(f"--quantization {NAME}: {reason}; leave it out for vLLM's own kernels")
+        if form is not None:
+            logger.warning_once(
+                "NVFP4 and MXFP8 layers do not run on the kernels of thunder_moe, but on vLLM's own: %s.", reason
+            )
+        return None
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any]) -> QuantizationConfig:
+        """Return the configuration of a claimed checkpoint's form."""
+        form = _form(config)
+        assert form is not None
+        return form.from_config(config)
+
+
+_ALGORITHMS = {
+    "NVFP4": ThunderModelOptNvFp4Config,
+    "W4A16_NVFP4": ThunderModelOptNvFp4Config,
+    "MXFP8": ThunderModelOptMxFp8Config,
+}
+
+
+def _form(config: dict[str, Any]) -> type[QuantizationConfig] | None:
+    """Return our class for a quantization_config; None for one without NVFP4 and MXFP8 layers."""
+    if config.get("quant_method") == "compressed-tensors":
+        groups = (group.get("weights") for group in config.get("config_groups", {}).values())
+        weights = [QuantizationArgs.model_validate(group) for group in groups if group]
+        kind = CompressedTensorsConfig
+        ours = any(kind._is_nvfp4_format(each) or kind._is_mxfp8(each) for each in weights)
+        return ThunderCompressedTensorsConfig if ours else None
+    if config.get("quant_method") == "mxfp8":  # what MiniMax's releases say of ModelOpt's form
+        return ThunderModelOptMxFp8Config
+    algorithm = ModelOptQuantConfigBase._extract_modelopt_quant_algo(config)
+    if algorithm == "MIXED_PRECISION":
+        algorithms = {layer.get("quant_algo", "").upper() for layer in _quantized_layers(config).values()}
+        return ThunderModelOptMixedPrecisionConfig if not algorithms or algorithms & set(_ALGORITHMS) else None
+    return _ALGORITHMS.get(algorithm)
+
+
+def _quantized_layers(config: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """Return the layers of MIXED_PRECISION; older checkpoints have them in hf_quant_config.json alone."""
+    layers: dict[str, dict[str, Any]] = config.get("quantization", config).get("quantized_layers") or {}
+    return layers
 
 
 def register_configs() -> None:
-    """Puts them in the place of vLLM's own; what is not ours they leave to the classes that they extend."""
-    register_quantization_config("modelopt_fp4")(ThunderModelOptNvFp4Config)
-    for name in ("modelopt_mxfp8", "mxfp8"):  # the second is what MiniMax's releases say of the same form
-        register_quantization_config(name)(ThunderModelOptMxFp8Config)
-    register_quantization_config("modelopt_mixed")(ThunderModelOptMixedPrecisionConfig)
-    register_quantization_config("compressed-tensors")(ThunderCompressedTensorsConfig)
-    register_linear_methods()
+    """Add our method to vLLM's registry."""
+    register_quantization_config(NAME)(ThunderQuantizationConfig)

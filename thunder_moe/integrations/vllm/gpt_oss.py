@@ -1,5 +1,5 @@
-"""vLLM's GPT-OSS with a reader of NVFP4 and MXFP8 experts, which vLLM's own has none of.
-Called by vLLM, with whose registry of models plugin registers it; extends vLLM's model class.
+"""Extend vLLM's GPT-OSS by a reader of NVFP4 and MXFP8 experts, which vLLM's own lacks.
+Called by vLLM for checkpoints that configs claims: configs puts the name of this class into their `architectures`.
 
 A checkpoint in the form of ModelOpt has all experts of a projection in one tensor, K before N, gate and up in turns:
 `experts.gate_up_proj`, `_weight_scale`, in NVFP4 `_weight_scale_2`, and `_bias`, and those of `down_proj`.
@@ -12,11 +12,13 @@ Legend: E experts, H hidden_size, I intermediate_size.
 
 from __future__ import annotations
 
+import copy
 import re
 from collections.abc import Iterable, Iterator
 from typing import Any
 
 from torch import Tensor
+from vllm.config import VllmConfig
 from vllm.distributed import get_tensor_model_parallel_rank
 from vllm.model_executor.layers.quantization.modelopt import ModelOptMxFp8FusedMoE, ModelOptNvFp4FusedMoE
 from vllm.model_executor.model_loader.weight_utils import default_weight_loader
@@ -38,7 +40,12 @@ _SHARDS = {"gate_up_proj": ("w1", "w3"), "down_proj": ("w2",)}
 
 
 class ThunderGptOssForCausalLM(GptOssForCausalLM):  # type: ignore[misc]
-    """vLLM's class; where its experts run on our kernels, their tensors go to vLLM's loader one expert at a time."""
+    """Hand tensors of experts that run on our kernels to vLLM's loader one expert at a time."""
+
+    def __init__(self, vllm_config: VllmConfig, prefix: str = "") -> None:
+        super().__init__(vllm_config, prefix)
+        self.config: Any = copy.copy(vllm_config.model_config.hf_config)
+        self.config.architectures = ["GptOssForCausalLM"]  # vLLM's adapters have rows of gate and up in turns for it
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
         self._refuse_vllms_methods()
@@ -55,7 +62,7 @@ class ThunderGptOssForCausalLM(GptOssForCausalLM):  # type: ignore[misc]
         return names | loaded
 
     def _refuse_vllms_methods(self) -> None:
-        """Raises a ValueError where vLLM's own methods were to run NVFP4 or MXFP8 experts: they make no biases, and its
+        """Raise a ValueError where vLLM's own methods were to run NVFP4 or MXFP8 experts: they make no biases, and its
         loader drops those, and scales, without a word."""
         for name, module in self.named_modules():
             method = getattr(module, "quant_method", None)
@@ -66,7 +73,7 @@ class ThunderGptOssForCausalLM(GptOssForCausalLM):  # type: ignore[misc]
                 )
 
     def _without_sinks(self, weights: Iterable[tuple[str, Tensor]], loaded: set[str]) -> Iterator[tuple[str, Tensor]]:
-        """The rest of the names and tensors; this rank's heads of attention's sinks are loaded."""
+        """Load this rank's heads of attention's sinks and yield the rest of the names and tensors."""
         parameters, rank = dict(self.named_parameters()), get_tensor_model_parallel_rank()
         for name, tensor in weights:
             found = _SINKS.match(name)
@@ -91,7 +98,7 @@ class ThunderGptOssForCausalLM(GptOssForCausalLM):  # type: ignore[misc]
     def _one_by_one(
         self, weights: Iterable[tuple[str, Tensor]], experts: dict[str, Any], loaded: set[str]
     ) -> Iterator[tuple[str, Tensor]]:
-        """Names and tensors for vLLM's loader, that of an expert (K, N) for a tensor of all (E, K, N)."""
+        """Yield names and tensors for vLLM's loader: experts (K, N) for a tensor of all (E, K, N)."""
         for name, tensor in weights:
             found = _EXPERTS.match(name)
             layer = None if found is None else experts.get(found["experts"])
@@ -122,7 +129,7 @@ class ThunderGptOssForCausalLM(GptOssForCausalLM):  # type: ignore[misc]
 
 
 def _check_blocks(name: str, scale: Tensor, weight: Tensor, parameter: str) -> None:
-    """Raises a ValueError where the blocks of an MXFP8 weight's scales (E, K / 32, N) lie along N, as nvidia-modelopt
+    """Raise a ValueError where the blocks of an MXFP8 weight's scales (E, K / 32, N) lie along N, as nvidia-modelopt
     0.47 writes those of fused experts. `weight`: this rank's (E, N, K); the ranks share I, which is gate_up's N."""
     along_k = scale.shape[1] * MXFP8.block_size == weight.shape[2]
     if not (along_k if parameter == "w13" else scale.shape[2] == weight.shape[1]):

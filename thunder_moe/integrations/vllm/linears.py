@@ -1,5 +1,5 @@
-"""vLLM's methods for dense NVFP4 and MXFP8 layers with our kernels: on a CPU and on Hopper.
-Called by configs and, through vLLM's registry of ModelOpt's algorithms, by vLLM; calls ops.scaled_mm and loading.
+"""Run dense NVFP4 and MXFP8 layers of vLLM on our kernels, on a CPU and on Hopper.
+Called by configs; calls ops.scaled_mm and loading.
 
 Legend: N output features of this rank, K input features of this rank, P linears that are merged in one (q, k and v).
 """
@@ -13,21 +13,20 @@ import vllm.envs as envs
 from torch import Tensor
 from vllm.config import get_current_vllm_config_or_none
 from vllm.logger import init_logger
-from vllm.model_executor.layers.linear import LinearMethodBase, register_weight_loader_v2_supported_method
+from vllm.model_executor.layers.linear import register_weight_loader_v2_supported_method
 from vllm.model_executor.layers.quantization.compressed_tensors.schemes import (
     CompressedTensorsScheme,
     CompressedTensorsW4A4Fp4,
     CompressedTensorsW8A8Mxfp8,
 )
 from vllm.model_executor.layers.quantization.modelopt import (
-    LINEAR_METHOD_BUILDERS,
     ModelOptLinearMethod,
     Role,
     RuntimeDtypes,
     Shapes,
-    resolve,
     select_linear_kernel,
 )
+from vllm.model_executor.layers.quantization.utils.quant_utils import kMxfp8Static, kNvfp4Static
 from vllm.model_executor.parameter import GroupQuantScaleParameter, ModelWeightParameter
 from vllm.platforms import current_platform
 
@@ -45,18 +44,17 @@ __all__ = [
     "ThunderNvfp4Scheme",
     "compressed_tensors_mxfp8_scheme",
     "compressed_tensors_scheme",
-    "register_linear_methods",
+    "modelopt_linear_method",
     "why_not_dense",
 ]
 
 logger = init_logger("vllm.thunder_moe")
 _BACKENDS = {NVFP4: ("nvfp4_w4a16", "nvfp4_w4a4"), MXFP8: ("mxfp8",)}
-_ALGORITHMS = ("NVFP4", "W4A16_NVFP4", "MXFP8")
 _MEASURED = (9, 0)
 
 
 def why_not_dense(format: BlockFormat = NVFP4) -> str | None:
-    """Why dense layers of a number format do not run on our kernel; None where they do.
+    """Return why dense layers of a number format do not run on our kernel; None where they do.
 
     On GPUs other than Hopper ours was not measured beside vLLM's. A --linear-backend that the user has named, float32
     on CUDA and batch invariance are vLLM's, too.
@@ -94,26 +92,22 @@ def _is_ours(format: BlockFormat = NVFP4) -> bool:
     return reason is None
 
 
-def register_linear_methods() -> None:
-    """Registers our methods for dense layers of ModelOpt's NVFP4 and MXFP8, of mixed checkpoints too."""
-    LINEAR_METHOD_BUILDERS.update({algorithm: _Builder(algorithm) for algorithm in _ALGORITHMS})
+def modelopt_linear_method(method: Any) -> Any:
+    """Return our method for a dense layer that vLLM's `method` was to run, or `method` where vLLM's is to run it.
 
-
-class _Builder:
-    """Makes the method of a layer, ours or vLLM's."""
-
-    def __init__(self, algorithm: str) -> None:
-        self.algorithm = algorithm
-
-    def __call__(self, quant_config: Any, prefix: str) -> LinearMethodBase:
-        parts = resolve(self.algorithm, quant_config, prefix)
-        if self.algorithm == "MXFP8":
-            return (ModelOptThunderMxFp8LinearMethod if _is_ours(MXFP8) else ModelOptLinearMethod)(*parts)
-        return ModelOptThunderLinearMethod(*parts) if _is_ours() else ModelOptLinearMethod(*parts)
+    Args:
+        method: what vLLM's configuration of a ModelOpt checkpoint gives any layer, None too.
+    """
+    if type(method) is not ModelOptLinearMethod or method.spec.weight not in (kNvfp4Static, kMxfp8Static):
+        return method
+    format, kind = NVFP4, ModelOptThunderLinearMethod
+    if method.spec.weight == kMxfp8Static:
+        format, kind = MXFP8, ModelOptThunderMxFp8LinearMethod
+    return kind(method.spec, method.ctx, method.fmt) if _is_ours(format) else method
 
 
 def compressed_tensors_scheme(inputs: Any, layer_name: str | None) -> CompressedTensorsScheme | None:
-    """Our scheme for a dense NVFP4 layer of compressed-tensors, or None where vLLM's is to run it.
+    """Return our scheme for a dense NVFP4 layer of compressed-tensors, or None where vLLM's is to run it.
 
     Args:
         inputs: how the checkpoint quantizes activations, None if not at all; ours are 16-bit in both cases.
@@ -123,7 +117,7 @@ def compressed_tensors_scheme(inputs: Any, layer_name: str | None) -> Compressed
 
 
 def compressed_tensors_mxfp8_scheme(layer_name: str | None) -> CompressedTensorsScheme | None:
-    """The same for a dense MXFP8 layer."""
+    """Return the same for a dense MXFP8 layer."""
     return ThunderMxFp8Scheme(layer_name or "") if _is_ours(MXFP8) else None
 
 

@@ -1,4 +1,4 @@
-"""The entry point `vllm.general_plugins`: tells vLLM of this package's experts of NVFP4 and MXFP8 checkpoints.
+"""Add this package's quantization method to vLLM's registry, as the entry point `vllm.general_plugins`.
 Called by vLLM in each of its processes; calls configs, which imports vLLM's layers, and graphs.
 """
 
@@ -18,7 +18,7 @@ logger = logging.getLogger("vllm.thunder_moe")  # below vLLM's own logger, which
 
 
 def register() -> None:
-    """Registers the configurations of quantized checkpoints whose experts this package runs.
+    """Register the quantization method "thunder_moe" and a model class of GPT-OSS, under names of their own.
 
     `VLLM_PLUGINS` without "thunder_moe" turns it off, and so do `THUNDER_MOE_VLLM=0` and, with a warning, a version of
     vLLM other than the tested ones. Runs any number of times.
@@ -46,7 +46,8 @@ def register() -> None:
     add_to_key(SWITCH)
 
     # By name: vLLM imports models in the processes that need them.
-    ModelRegistry.register_model("GptOssForCausalLM", "thunder_moe.integrations.vllm.gpt_oss:ThunderGptOssForCausalLM")
+    name = "ThunderGptOssForCausalLM"
+    ModelRegistry.register_model(name, f"thunder_moe.integrations.vllm.gpt_oss:{name}")
 
 
 def _vllm_version() -> str:
