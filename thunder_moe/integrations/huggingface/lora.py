@@ -28,17 +28,15 @@ from thunder_moe.integrations.huggingface.lora_files import (
     FOREIGN,
     WEIGHTS,
     Adapter,
-    DenseTarget,
     Target,
     adapters,
-    dense_adapters,
-    dense_targets,
     is_named,
     is_of_4_bits,
     no_adapter,
     numbers,
     only,
     pattern,
+    rank_and_alpha,
     read_adapter,
     save_lora,
     set_adapter_,
@@ -87,10 +85,9 @@ def get_peft_model(model: Any, peft_config: Any, adapter_name: str = "default") 
     """
     _check(peft_config)
     chosen, rest = _chosen(model, peft_config), _rest(model, peft_config)
-    is_packed = bool(targets(model) or dense_targets(model))
+    names = sorted(target.name for target in targets(model))
     names_others = rest.target_parameters or rest.target_modules != _NOTHING
-    if not chosen and (_is_all_linear(peft_config) or not names_others or not is_packed):
-        names = sorted({*(target.name for target in targets(model)), *(layer.name for layer in dense_targets(model))})
+    if not chosen and (_is_all_linear(peft_config) or not names_others or not names):
         raise ValueError(
             f"peft_config: target_modules={peft_config.target_modules} and target_parameters="
             f"{peft_config.target_parameters} name none of the {len(names)} 4-bit linears"
@@ -265,23 +262,23 @@ def _check(config: Any) -> None:
         raise ValueError(f"peft_config: got {config.peft_type}, wanted a LoraConfig")
 
 
-def _chosen(model: nn.Module, config: Any) -> list[tuple[Target | DenseTarget, int, float, bool]]:
-    """The linears that a configuration names, with rank, alpha and whether gate and up are apart."""
+def _chosen(model: nn.Module, config: Any) -> list[tuple[Target, int, float, bool]]:
+    """Return the linears that a configuration names, with rank, alpha and whether gate and up are apart."""
     _refuse_saved(model, config)
     config = _as_peft_reads(model, config)
-    found: list[tuple[Target | DenseTarget, int, float, bool]] = [
-        (layer, *_rank(config, layer.name), False)
-        for layer in dense_targets(model)
-        if _in_layers(layer.name, config) and _is_module(layer.name, config, layer.linear, model)
-    ]
+    found: list[tuple[Target, int, float, bool]] = []
     for target in targets(model):
-        if not _in_layers(target.experts, config):
+        if not _in_layers(target.path, config):
+            continue
+        if not target.experts:
+            if _is_module(target.name, config, target.linear, model):
+                found.append((target, *_rank(config, target.name), False))
             continue
         if is_named(target.name, config.target_parameters) or _is_module(target.path, config):
             found.append((target, *_rank(config, target.name), False))
             continue
-        down = target.parameter == "down_proj"
-        for parts in [(name,) for name in _DOWN] if down else [] if target.parameter == "up_proj" else _SPLIT:
+        down = target.is_down
+        for parts in [(name,) for name in _DOWN] if down else [] if target.name.endswith(".up_proj") else _SPLIT:
             names = [f"{target.experts}.{at}.{name}" for at in range(target.linear.num_experts) for name in parts]
             hits = [name for name in names if _is_module(name, config)]
             if not hits:
@@ -325,7 +322,7 @@ def _has_patterns(config: Any) -> bool:
 
 def _refuse_saved(model: nn.Module, config: Any) -> None:
     """ValueError where modules_to_save, which PEFT trains copies of, has 4-bit weights, which cannot be trained."""
-    packed = {target.experts for target in targets(model)} | {layer.name for layer in dense_targets(model)}
+    packed = {target.block for target in targets(model)}
     for name in config.modules_to_save or ():
         for path in packed:
             if f".{name}." in f".{path}.":
@@ -364,16 +361,13 @@ def _in_layers(experts: str, config: Any) -> bool:
 
 
 def _rank(config: Any, name: str) -> tuple[int, float]:
-    def of(pattern: Any, default: Any) -> Any:
-        return next((value for key, value in (pattern or {}).items() if re.match(rf"(.*\.)?({key})$", name)), default)
-
-    return of(config.rank_pattern, config.r), of(config.alpha_pattern, config.lora_alpha)
+    return rank_and_alpha(vars(config), name)
 
 
 @torch.no_grad()
 def _add(
     model: Any,
-    chosen: list[tuple[Target | DenseTarget, int, float, bool]],
+    chosen: list[tuple[Target, int, float, bool]],
     config: Any,
     adapter: str,
 ) -> None:
@@ -390,7 +384,7 @@ def _rest(model: nn.Module, config: Any, tensors: dict[str, Tensor] | None = Non
     """The configuration for PEFT: what is not experts', by whole names, of which the files may have `tensors` alone."""
     rest = copy.deepcopy(config)
     rest.target_parameters = None
-    paths = {target.experts for target in targets(model)} | {target.name for target in dense_targets(model)}
+    paths = {target.block for target in targets(model)}
 
     def inside(name: str) -> bool:
         return any(name == path or name.startswith(f"{path}.") for path in paths)
@@ -429,8 +423,8 @@ def _complete(model: nn.Module, folder: Path, adapter: str, per_expert: bool) ->
     """Puts the adapters of experts into files that PEFT has written, in the place of what it took them for."""
     tensors = {key: value for key, value in load_file(folder / WEIGHTS).items() if not is_of_4_bits(model, key)}
     config = json.loads((folder / CONFIG).read_text())
-    chosen, dense = adapters(model, adapter), dense_adapters(model, adapter)
-    if chosen or dense:
+    chosen = adapters(model, adapter)
+    if chosen:
         with tempfile.TemporaryDirectory() as own:
             save_lora(model, own, adapter, per_expert=per_expert)
             tensors |= load_file(Path(own) / WEIGHTS)
@@ -440,7 +434,7 @@ def _complete(model: nn.Module, folder: Path, adapter: str, per_expert: bool) ->
             config |= {name: ours[name] for name in ("r", "lora_alpha", "use_rslora", "target_modules")}
             config |= {name: ours[name] for name in ("rank_pattern", "alpha_pattern", "target_parameters")}
         else:  # where the experts' numbers are others, they are in the patterns
-            ranks, alphas = numbers(model, chosen, dense, per_expert)
+            ranks, alphas = numbers(model, chosen, per_expert)
             if config.get("use_rslora"):
                 alphas = {name: alpha / ranks[name] ** 0.5 for name, alpha in alphas.items()}
             alphas = {name: round(alpha, 9) for name, alpha in alphas.items()}
@@ -452,7 +446,8 @@ def _complete(model: nn.Module, folder: Path, adapter: str, per_expert: bool) ->
             config["target_modules"] = modules if isinstance(modules, str) else [*modules, *ours["target_modules"]]
         config["lora_dropout"] = 0.0  # PEFT has none for parameters
     write_adapter(folder, tensors, config)
-    lost = [layer.name for layer, _ in dense if layer.name.rpartition(".")[2] in (*_SPLIT[0], *_SPLIT[1], *_DOWN)]
+    dense = (target.name for target, _ in chosen if not target.experts)
+    lost = [name for name in dense if name.rpartition(".")[2] in (*_SPLIT[0], *_SPLIT[1], *_DOWN)]
     if lost and _as_peft_reads(model, peft.LoraConfig(target_modules="all-linear")).target_parameters:
         _LOGGER.warning(
             "%s: PEFT takes the names of %s and others for those of experts and leaves their adapters out on the 16-bit"

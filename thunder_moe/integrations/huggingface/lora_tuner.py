@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import nn
 
-from thunder_moe.integrations.huggingface.lora_files import dense_targets, is_named, targets
+from thunder_moe.integrations.huggingface.lora_files import is_named, targets
 from thunder_moe.lora import lora_linears, lora_parameters, refuse_merged, remove_lora_, use_lora_
 from thunder_moe.lora_merge import merge_lora_
 
@@ -175,11 +175,12 @@ def refuse_left_out(model: Any, configs: Mapping[str, Any]) -> None:
     if not wrapped or lora_linears(model) or all(hasattr(each, "left_out_on_purpose") for each in configs.values()):
         return
     named = [name for config in configs.values() for name in getattr(config, "target_parameters", None) or ()]
-    left = [target.name for target in targets(model) if is_named(target.name, named)]
+    packed = targets(model)
+    left = [target.name for target in packed if target.experts and is_named(target.name, named)]
     head, inside = model.get_output_embeddings(), tuple(f"{name}." for name in wrapped)
     others = (name for name, module in model.named_modules() if isinstance(module, nn.Linear) and module is not head)
     if all(name.startswith(inside) for name in others):
-        left += [layer.name for layer in dense_targets(model) if layer.linear is not head]
+        left += [target.name for target in packed if not target.experts and target.linear is not head]
     if not left:
         return
     for name, module in wrapped.items():
