@@ -477,6 +477,13 @@ def test_options_that_experts_do_not_have(options, what):
         get_peft_model(quantized(), peft.LoraConfig(r=4, lora_alpha=8, **options))
 
 
+def test_other_tuners_are_refused():
+    """AdaLoRA would change the ranks of PEFT's layers alone."""
+    config = peft.AdaLoraConfig(target_modules=["q_proj", "gate_proj", "up_proj", "down_proj"], total_step=10)
+    with pytest.raises(ValueError, match="peft_config: got .*ADALORA, wanted a LoraConfig"):
+        get_peft_model(quantized(), config)
+
+
 def test_filling_an_adapter(tmp_path):
     """It becomes the active one; merged ones, and linears that would keep what they have, are errors."""
     model = add_lora_(quantized(), 4, 8, filter=lambda module, name: name.endswith("down_proj"))

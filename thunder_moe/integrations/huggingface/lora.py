@@ -8,7 +8,6 @@ config -> the 4-bit linears that it names get `add_lora_` -> PEFT gets what is l
 from __future__ import annotations
 
 import copy
-import functools
 import json
 import logging
 import math
@@ -16,6 +15,7 @@ import re
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from os import PathLike
 from pathlib import Path
 from typing import Any, cast
 
@@ -28,10 +28,7 @@ from thunder_moe.integrations.huggingface.lora_files import (
     FOREIGN,
     WEIGHTS,
     Adapter,
-    Target,
     adapters,
-    is_named,
-    is_of_4_bits,
     no_adapter,
     numbers,
     only,
@@ -40,10 +37,9 @@ from thunder_moe.integrations.huggingface.lora_files import (
     read_adapter,
     save_lora,
     set_adapter_,
-    targets,
     write_adapter,
 )
-from thunder_moe.integrations.huggingface.lora_tuner import TunerWithExperts, kept_, names_of, refuse_changed, use
+from thunder_moe.integrations.huggingface.lora_targets import Target, is_named, is_of_4_bits, targets
 from thunder_moe.lora import add_lora_, is_dense, lora_linears, use_lora_
 from thunder_moe.nn.packed import NVFP4Module
 
@@ -51,6 +47,8 @@ try:
     import peft
     from peft.tuners.tuners_utils import BaseTunerLayer
     from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
+
+    from thunder_moe.integrations.huggingface.lora_tuner import TunerWithExperts, kept_, refuse_changed, use
 except ImportError as error:
     raise ImportError(
         "thunder_moe.integrations.huggingface.lora needs PEFT: pip install 'thunder_moe[peft]'"
@@ -119,7 +117,7 @@ def load_peft_model(model: Any, path: str | Path, adapter_name: str = "default",
     return wrapped
 
 
-def _read(model: Any, path: str | Path) -> tuple[dict[str, Adapter], dict[str, Tensor], Any]:
+def _read(model: Any, path: str | PathLike[Any]) -> tuple[dict[str, Adapter], dict[str, Tensor], Any]:
     """Adapters of 4-bit linears by their path, the other tensors and the configuration of PEFT's files."""
     found, rest, _ = read_adapter(model, path)
     config = peft.PeftConfig.from_pretrained(str(path))
@@ -129,15 +127,17 @@ def _read(model: Any, path: str | Path) -> tuple[dict[str, Adapter], dict[str, T
     return found, rest, config
 
 
-class _WithExperts:
-    """What a PeftModel does besides, for adapters of experts."""
+class _WithExperts(peft.PeftModel):
+    """A PeftModel that saves, loads, adds, disables and counts adapters of 4-bit layers beside PEFT's."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.base_model = TunerWithExperts(cast("peft.LoraModel", self.base_model))
 
     def get_nb_trainable_parameters(self) -> tuple[int, int]:
-        """As PEFT's, for `print_trainable_parameters`, with the packed weights, which are buffers, among all."""
-        parent: Any = super()
-        trainable, total = parent.get_nb_trainable_parameters()
-        model = cast("nn.Module", self)
-        packed = (module for module in model.modules() if isinstance(module, NVFP4Module))
+        """Count parameters, for `print_trainable_parameters`, with the packed weights, which are buffers, among all."""
+        trainable, total = super().get_nb_trainable_parameters()
+        packed = (module for module in self.modules() if isinstance(module, NVFP4Module))
         return trainable, total + sum(math.prod(module.packed_weight.shape) for module in packed)
 
     def save_pretrained(
@@ -147,12 +147,12 @@ class _WithExperts:
         selected_adapters: list[str] | None = None,
         save_embedding_layers: str | bool = "auto",
         is_main_process: bool = True,
-        *,
+        *args: Any,
         per_expert: bool = False,
         **kwargs: Any,
     ) -> None:
-        """As PEFT's; the adapters of experts are in the same files, in PEFT's names and shapes, or with per_expert in
-        those that vLLM reads (see `save_lora`).
+        """Save adapters, those of 4-bit layers in the same files, in PEFT's names and shapes; with per_expert in those
+        that vLLM reads (see `save_lora`).
 
         Raises:
             ValueError: no safe_serialization; adapters of experts are merged, or were removed since.
@@ -161,83 +161,67 @@ class _WithExperts:
             raise ValueError(
                 "safe_serialization: got False, wanted True: adapters of experts are written by safetensors"
             )
-        model: Any = self
-        refuse_changed(model.base_model)
-        parent: Any = super()
-        embedding = dict(save_embedding_layers=save_embedding_layers, is_main_process=is_main_process)
-        parent.save_pretrained(str(save_directory), True, selected_adapters, **embedding, **kwargs)
-        for name in selected_adapters or list(model.peft_config) if is_main_process else ():
-            folder = Path(save_directory) if name == "default" else Path(save_directory) / name
-            _complete(model.get_base_model(), folder, name, per_expert)
+        refuse_changed(self.base_model)
+        folder, embeddings = str(save_directory), save_embedding_layers
+        super().save_pretrained(folder, True, selected_adapters, embeddings, is_main_process, *args, **kwargs)
+        for name in selected_adapters or list(self.peft_config) if is_main_process else ():
+            _complete(self.get_base_model(), Path(folder, "" if name == "default" else name), name, per_expert)
 
-    def load_adapter(self, model_id: str | Path, adapter_name: str, is_trainable: bool = False, **kwargs: Any) -> Any:
-        """As PEFT's, for a directory; fills the adapter of that name or adds it.
+    def load_adapter(
+        self, model_id: str | PathLike[Any], adapter_name: str, is_trainable: bool = False, *args: Any, **kwargs: Any
+    ) -> Any:
+        """Load an adapter from a directory: fill the one of that name, or add it.
 
         Raises:
             ValueError: as `load_peft_model`.
         """
-        model: Any = self
-        base = model.get_base_model()
+        base = self.get_base_model()
         found, rest, given = _read(base, model_id)
-        with kept_(model.base_model, is_trainable), tempfile.TemporaryDirectory() as folder:
+        with kept_(self.base_model, is_trainable), tempfile.TemporaryDirectory() as folder:
             set_adapter_(base, found, adapter_name, dropout=given.lora_dropout, freeze=False)
             _rest(base, given, rest).save_pretrained(folder)
             save_file(rest, Path(folder) / WEIGHTS, metadata={"format": "pt"})
-            parent: Any = super()
-            result = parent.load_adapter(folder, adapter_name, is_trainable=is_trainable, **kwargs)
+            result = super().load_adapter(folder, adapter_name, is_trainable, *args, **kwargs)
         return result
 
-    def add_adapter(self, adapter_name: str, peft_config: Any, **kwargs: Any) -> None:
-        """As PEFT's; the experts that the configuration names get adapters, too."""
-        model: Any = self
-        base = model.get_base_model()
+    def add_adapter(self, adapter_name: str, peft_config: Any, *args: Any, **kwargs: Any) -> None:
+        """Add an adapter, to the 4-bit layers that the configuration names, too."""
+        base = self.get_base_model()
         _check(peft_config)
         chosen = _chosen(base, peft_config)
-        with kept_(model.base_model):
+        with kept_(self.base_model):
             _add(base, chosen, peft_config, adapter_name)
-            parent: Any = super()
-            parent.add_adapter(adapter_name, _rest(base, peft_config), **kwargs)
+            super().add_adapter(adapter_name, _rest(base, peft_config), *args, **kwargs)
 
     @contextmanager
     def disable_adapter(self) -> Iterator[None]:
-        """As PEFT's; without the adapters of experts, too."""
-        model: Any = self
-        refuse_changed(model.base_model)
-        linears = lora_linears(model)
+        """Compute without adapters, those of 4-bit layers, too."""
+        refuse_changed(self.base_model)
+        linears = lora_linears(self)
         active = {name: linear.lora_active for name, linear in linears.items()}
-        parent: Any = super()
         try:
             if linears:
-                use_lora_(model, None)
-            peft_has_any = any(isinstance(module, BaseTunerLayer) for module in model.modules())
-            with parent.disable_adapter() if peft_has_any else nullcontext():
+                use_lora_(self, None)
+            peft_has_any = any(isinstance(module, BaseTunerLayer) for module in self.modules())
+            with super().disable_adapter() if peft_has_any else nullcontext():
                 yield
         finally:
             for name, linear in linears.items():
                 linear.lora_active = active[name]
 
 
-@functools.cache
-def _class_of(wrapped: Any, extra: Any) -> Any:
-    return type(f"{wrapped.__name__}WithExperts", (extra, wrapped), {"__module__": __name__})
-
-
-def __getattr__(name: str) -> Any:
-    """The classes of `_class_of`, by which pickles know them."""
-    of_peft = getattr(peft, name.removesuffix("WithExperts"), None) if name.endswith("WithExperts") else None
-    if not isinstance(of_peft, type):
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    kind: Any = of_peft
-    return _class_of(kind, _WithExperts if issubclass(of_peft, peft.PeftModel) else TunerWithExperts)
+_OF_PEFT: set[Any] = {peft.PeftModel, *peft.MODEL_TYPE_TO_PEFT_MODEL_MAPPING.values()}
+# By PEFT's class for a task; pickles know them by their names in this module.
+_CLASSES: dict[Any, Any] = {
+    kind: type(f"{kind.__name__}WithExperts", (_WithExperts, kind), {"__module__": __name__}) for kind in _OF_PEFT
+}
+globals().update({each.__name__: each for each in _CLASSES.values()})
 
 
 def _wrap(model: Any, config: Any, adapter_name: str) -> Any:
-    wrapped = peft.get_peft_model(model, config, adapter_name)  # which freezes what it does not know
-    pairs: Any = (wrapped, _WithExperts), (wrapped.base_model, TunerWithExperts)
-    for each, extra in pairs:
-        kind: Any = type(each)
-        each.__class__ = _class_of(kind, extra)
-    wrapped.base_model.of_experts = frozenset(names_of(model))
+    kind = peft.MODEL_TYPE_TO_PEFT_MODEL_MAPPING.get(config.task_type, peft.PeftModel)
+    config.base_model_name_or_path = vars(model).get("name_or_path") or None
+    wrapped = _CLASSES[kind](model, config, adapter_name=adapter_name)  # which freezes what it does not know
     use(model, adapter_name)
     return wrapped
 
@@ -258,7 +242,7 @@ def _check(config: Any) -> None:
             raise ValueError(f"peft_config.{name}: got {value!r}, wanted none of it for adapters of experts")
     if str(getattr(config, "bias", "none")) != "none":
         raise ValueError(f"peft_config.bias: got {config.bias!r}, wanted 'none' for adapters of experts")
-    if "LORA" not in str(config.peft_type):
+    if config.peft_type != "LORA":
         raise ValueError(f"peft_config: got {config.peft_type}, wanted a LoraConfig")
 
 

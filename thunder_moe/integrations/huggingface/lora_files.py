@@ -27,9 +27,9 @@ from torch import Tensor, nn
 from thunder_moe.checkpoint.files import read_json
 from thunder_moe.formats.gate_up import deinterleave, interleave
 from thunder_moe.integrations.huggingface.expert_names import expert_source
-from thunder_moe.integrations.huggingface.experts import NVFP4Experts
+from thunder_moe.integrations.huggingface.lora_targets import PREFIX, Target, blocks_of, is_named, place_of, targets
 from thunder_moe.integrations.huggingface.sharding import refuse_part
-from thunder_moe.lora import DTYPES, add_lora_, is_dense, lora_linears, refuse_merged, use_lora_
+from thunder_moe.lora import DTYPES, add_lora_, lora_linears, refuse_merged, use_lora_
 from thunder_moe.nn.lora import LoRALinear
 
 __all__ = [
@@ -37,10 +37,7 @@ __all__ = [
     "FOREIGN",
     "WEIGHTS",
     "Adapter",
-    "Target",
     "adapters",
-    "is_named",
-    "is_of_4_bits",
     "load_lora_",
     "no_adapter",
     "numbers",
@@ -50,7 +47,6 @@ __all__ = [
     "read_adapter",
     "save_lora",
     "set_adapter_",
-    "targets",
     "write_adapter",
 ]
 
@@ -61,46 +57,9 @@ FOREIGN = (
     "use_qalora", "velora_config",
 )  # fmt: skip
 _OTHER_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")  # initializations that change the model's weights
-_PREFIX = "base_model.model."
 _ANY = "#"  # stands for the number of an expert
 _PARTS = {"gate_proj": 0, "up_proj": 1, "down_proj": 2, "w1": 0, "w3": 1, "w2": 2}
 _LORA = re.compile(r"\.lora_([AB])(?:\.[^.]+)?(?:\.weight)?$")
-
-
-@dataclass(frozen=True)
-class Target:
-    """A 4-bit linear that can have an adapter.
-
-    Attributes:
-        name: the name of the parameter of experts, or of the dense layer, in the 16-bit model.
-        path: the name of the linear in the quantized model.
-        linear: the linear.
-        experts: the name of the block of experts; "" for a dense layer.
-        module: the experts; None for a dense layer.
-        swapped: PEFT takes the weight (E, K, N) for (E, N, K), so that its A is our B (Llama 4).
-        interleaved: the rows of gate and up take turns.
-    """
-
-    name: str
-    path: str
-    linear: Any
-    experts: str = ""
-    module: NVFP4Experts | None = None
-    swapped: bool = False
-    interleaved: bool = False
-
-    @property
-    def block(self) -> str:
-        return self.experts or self.name
-
-    @property
-    def is_down(self) -> bool:
-        return self.module is not None and self.linear is self.module.down_proj
-
-    @property
-    def num_experts(self) -> int:
-        count: int = self.linear.num_experts if self.experts else 1
-        return count
 
 
 @dataclass
@@ -112,23 +71,6 @@ class Adapter:
     rank: int
     scaling: float
     parts: int = 1
-
-
-def targets(model: nn.Module) -> list[Target]:
-    """Return the 4-bit linears of a model: those of experts, gate and up before down, then the dense layers."""
-    found, dense = [], []
-    for name, module in model.named_modules():
-        if isinstance(module, NVFP4Experts):
-            form, attributes = module.form, vars(module)
-            swapped = form.transposed and not attributes.get("is_transposed", getattr(module, "is_transposed", False))
-            for parameter in ("gate_up_proj" if form.gated else "up_proj", "down_proj"):
-                own = parameter if parameter == "down_proj" else "gate_up_proj"
-                interleaved = form.interleaved and own == "gate_up_proj"
-                place, linear = f"{name}.{own}", getattr(module, own)
-                found.append(Target(f"{name}.{parameter}", place, linear, name, module, swapped, interleaved))
-        elif is_dense(module):
-            dense.append(Target(name, name, module))
-    return found + dense
 
 
 def save_lora(
@@ -161,7 +103,7 @@ def save_lora(
     path = Path(path).expanduser()
     path.mkdir(parents=True, exist_ok=True)
     encoded = _encode_per_expert(model, chosen) if per_expert else _encode(chosen)
-    tensors = {f"{_PREFIX}{name}": tensor.contiguous() for name, tensor in encoded}
+    tensors = {f"{PREFIX}{name}": tensor.contiguous() for name, tensor in encoded}
     write_adapter(path, tensors, _config(model, chosen, per_expert) | (config or {}))
 
 
@@ -257,7 +199,9 @@ def set_adapter_(
             linear.lora_B[adapter].copy_(new.b * (new.scaling / linear.lora_specs[adapter].scaling))
 
 
-def read_adapter(model: nn.Module, path: str | Path) -> tuple[dict[str, Adapter], dict[str, Tensor], dict[str, Any]]:
+def read_adapter(
+    model: nn.Module, path: str | os.PathLike[Any]
+) -> tuple[dict[str, Adapter], dict[str, Tensor], dict[str, Any]]:
     """The adapters of a directory's files by the path of their linear, the other tensors, and the configuration.
 
     Raises:
@@ -282,7 +226,7 @@ def read_adapter(model: nn.Module, path: str | Path) -> tuple[dict[str, Adapter]
         raise ValueError(
             f"path: {path / WEIGHTS} cannot be read, truncated or no safetensors file ({error})"
         ) from error
-    blocks = _blocks(model)
+    blocks = blocks_of(model)
     rest: dict[str, Tensor] = {}
     found: dict[str, Adapter] = {}
     by_block: dict[str, dict[tuple[str, str], Tensor]] = {}
@@ -293,8 +237,8 @@ def read_adapter(model: nn.Module, path: str | Path) -> tuple[dict[str, Adapter]
             raise ValueError(
                 f"path: {path / WEIGHTS} has {key} in {tensor.dtype}, wanted finite values in one of {DTYPES}"
             )
-        name = key[: match.start()].removeprefix(_PREFIX) if match else ""
-        block, inside = _place(name, blocks)
+        name = key[: match.start()].removeprefix(PREFIX) if match else ""
+        block, inside = place_of(name, blocks)
         if match is None or block is None:
             rest[key] = tensor
             continue
@@ -306,7 +250,7 @@ def read_adapter(model: nn.Module, path: str | Path) -> tuple[dict[str, Adapter]
     return found, rest, config
 
 
-def no_adapter(model: nn.Module, path: str | Path, tensors: Mapping[str, Tensor]) -> ValueError:
+def no_adapter(model: nn.Module, path: str | os.PathLike[Any], tensors: Mapping[str, Tensor]) -> ValueError:
     """Return the error for a directory whose files have tensors, but no adapter of a 4-bit linear of the model."""
     experts = {target.experts for target in targets(model) if target.experts}
     return ValueError(
@@ -318,43 +262,6 @@ def no_adapter(model: nn.Module, path: str | Path, tensors: Mapping[str, Tensor]
 def only(path: str) -> Callable[[nn.Module, str], bool]:
     """A filter that takes the linear of this name alone."""
     return lambda module, name: name == path
-
-
-# ---- names
-
-
-def is_named(key: str, names: Any) -> bool:
-    """True if PEFT's rule for lists takes a name: it is one of them, or ends with one behind a dot."""
-    return any(key == name or key.endswith(f".{name}") for name in names or ())
-
-
-def is_of_4_bits(model: nn.Module, key: str) -> bool:
-    """True if a key of PEFT's state dicts is of a block of 4-bit experts or of a 4-bit dense layer."""
-    return _place(key.removeprefix(_PREFIX), _blocks(model))[0] is not None
-
-
-def _blocks(model: nn.Module) -> dict[str, list[Target]]:
-    """Return the targets by the name of their experts; a dense layer is a block of its own."""
-    blocks: dict[str, list[Target]] = {}
-    for target in targets(model):
-        blocks.setdefault(target.block, []).append(target)
-    return blocks
-
-
-def _place(name: str, blocks: Mapping[str, list[Target]]) -> tuple[str | None, str]:
-    """Return the block that a name belongs to and the rest of the name: "", "base_layer", "3.gate_proj", ..."""
-    for block, (target, *_) in blocks.items():
-        starts = [block]
-        if target.experts:
-            layer, _, last = block.rpartition(".")
-            parent, _, own = layer.rpartition(".")
-            known = dict.fromkeys((own, "mlp", "block_sparse_moe", "feed_forward"))
-            starts = [".".join(part for part in (parent, each, last) if part) for each in known]
-            starts += [start.replace("language_model.", "") for start in starts]
-        for start in starts:
-            if f"{name}.".startswith(f"{start}."):
-                return block, name.removeprefix(start).removeprefix(".")
-    return None, ""
 
 
 # ---- as PEFT: A (E * r, K), B (N, r * E) of each parameter, whose wrappers are nested
