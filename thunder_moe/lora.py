@@ -39,7 +39,9 @@ __all__ = [
     "DTYPES",
     "STATE",
     "Model",
+    "add_by_name_",
     "add_lora_",
+    "freeze_others_",
     "is_adaptable",
     "is_dense",
     "lora_linears",
@@ -49,6 +51,7 @@ __all__ = [
     "require_lora",
     "require_names",
     "restore_adapters_",
+    "scaling_of",
     "set_class",
     "stored_adapters",
     "strip",
@@ -132,7 +135,7 @@ def add_lora_(
         remedy = f"{_NAMES[name]}, " if name in _NAMES else ""
         raise TypeError(f"add_lora_: got the argument {name!r}, wanted {remedy}or get_peft_model for a LoraConfig")
     require_module(model)
-    _check_options(rank, alpha, dropout, share, dtype, adapter)
+    scaling = scaling_of(rank, alpha, rslora)
     names = Names.of_model(model)
     takes = Selector(names, filter, None)
     dense = linears if isinstance(linears, bool) else select("linears", linears, names)
@@ -140,7 +143,6 @@ def add_lora_(
     if adaptable:
         require_matches("filter", filter, names, adaptable, "linear for an adapter")
         require_matches("linears", linears, names, adaptable, "linear for an adapter")
-    refuse_merged(lora_linears(model))
     chosen: dict[str, Any] = {}
     left: list[str] = []
     for name, module in model.named_modules():
@@ -154,10 +156,6 @@ def add_lora_(
         if reason is not None:
             left.append(f"{name}: {reason}")
             continue
-        if isinstance(module, LoRALinear) and adapter in module.lora_specs:
-            raise ValueError(f"adapter: got {adapter!r}, which {name!r} has, wanted another name")
-        if share is not None and getattr(module, "process_part", None) is not None:
-            raise ValueError(f"share: got {share!r} at {name!r}, whose experts several processes share, wanted None")
         chosen[name] = module
     if not chosen:
         why = (
@@ -166,24 +164,50 @@ def add_lora_(
         raise ValueError(f"model: found no linear of experts for an adapter in {type(model).__name__} ({why})")
     for reason in left:
         _LOGGER.warning("no adapter: %s", reason)
-    scaling = alpha / math.sqrt(rank) if rslora else alpha / rank
     parents = {id(child): parent for parent in model.modules() for child in parent.children()}
+    specs = {
+        name: LoRASpec(rank, scaling, dropout, 1 + (split_gate_up and _is_gate_up(parents.get(id(module)), module)))
+        for name, module in chosen.items()
+    }
+    add_by_name_(model, specs, adapter, share, dtype)
+    if freeze:
+        freeze_others_(model)
+    return model
+
+
+@torch.no_grad()
+def add_by_name_(
+    model: nn.Module, specs: Mapping[str, LoRASpec], adapter: str, share: str | None = None,
+    dtype: torch.dtype = torch.float32,
+) -> None:  # fmt: skip
+    """Add an adapter to the linears of these names, to all or to none; it becomes the only active one of the model.
+
+    Raises:
+        ValueError: a linear can get no adapter, or has one of that name; adapters are merged; an option is not valid.
+    """
+    refuse_merged(lora_linears(model))
+    linears: dict[str, Any] = {name: model.get_submodule(name) for name in specs}
+    for name, linear in linears.items():
+        _check_options(specs[name].dropout, share, dtype, adapter)
+        if (reason := _obstacle(linear)) is not None:
+            raise ValueError(f"model: {name} can get no adapter: {reason}")
+        if isinstance(linear, LoRALinear) and adapter in linear.lora_specs:
+            raise ValueError(f"adapter: got {adapter!r}, which {name!r} has, wanted another name")
+        if share is not None and getattr(linear, "process_part", None) is not None:
+            raise ValueError(f"share: got {share!r} at {name!r}, whose experts several processes share, wanted None")
     try:
-        for module in chosen.values():
-            parts = 2 if split_gate_up and _is_gate_up(parents.get(id(module)), module) else 1
-            _add(module, LoRASpec(rank, scaling, dropout, parts), share, dtype, adapter)
+        for name, linear in linears.items():
+            _add(linear, specs[name], share, dtype, adapter)
     except BaseException:  # no memory, or an interruption
         for linear in lora_linears(model).values():
             _drop(linear, adapter)
         raise
     for linear in lora_linears(model).values():
         linear.lora_active = (adapter,) if adapter in linear.lora_specs else ()
-    if freeze:
-        _freeze_others(model)
-    return model
 
 
-def _freeze_others(model: nn.Module) -> None:
+def freeze_others_(model: nn.Module) -> None:
+    """Make all parameters but those of adapters, of PEFT's too, untrainable."""
     for name, parameter in model.named_parameters():
         if "lora_" not in name and "modules_to_save" not in name:
             parameter.requires_grad_(False)
@@ -258,11 +282,16 @@ def _drop(linear: Any, name: str) -> None:
         strip(linear)
 
 
-def _check_options(rank: Any, alpha: Any, dropout: Any, share: Any, dtype: Any, adapter: Any) -> None:
+def scaling_of(rank: Any, alpha: Any, rslora: bool) -> float:
+    """Return the factor of an adapter; ValueError for a rank or alpha that is not valid."""
     if not isinstance(rank, int) or isinstance(rank, bool) or rank < 1:
         raise ValueError(f"rank: got {rank!r}, wanted a positive integer")
     if not isinstance(alpha, int | float) or isinstance(alpha, bool) or not math.isfinite(alpha) or alpha == 0:
         raise ValueError(f"alpha: got {alpha!r}, wanted a finite number that is not 0")
+    return alpha / (math.sqrt(rank) if rslora else rank)
+
+
+def _check_options(dropout: Any, share: Any, dtype: Any, adapter: Any) -> None:
     if not isinstance(dropout, int | float) or not 0 <= dropout < 1:
         raise ValueError(f"dropout: got {dropout!r}, wanted at least 0 and less than 1")
     if share not in _SHARES:
@@ -379,7 +408,7 @@ def restore_adapters_(model: nn.Module, stored: Mapping[str, Tensor]) -> None:
             f"{next(iter(left))}: has no lora_specs beside it, which say its rank and alpha; wanted a model that was"
             " saved together with them"
         )
-    _freeze_others(model)
+    freeze_others_(model)
 
 
 def _restore(linear: Any, path: str, name: str, spec: LoRASpec, a: Tensor | None, b: Tensor | None) -> None:

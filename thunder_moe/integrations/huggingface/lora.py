@@ -31,7 +31,6 @@ from thunder_moe.integrations.huggingface.lora_files import (
     adapters,
     no_adapter,
     numbers,
-    only,
     pattern,
     rank_and_alpha,
     read_adapter,
@@ -40,7 +39,8 @@ from thunder_moe.integrations.huggingface.lora_files import (
     write_adapter,
 )
 from thunder_moe.integrations.huggingface.lora_targets import Target, is_named, is_of_4_bits, targets
-from thunder_moe.lora import add_lora_, is_dense, lora_linears, use_lora_
+from thunder_moe.lora import add_by_name_, is_dense, lora_linears, scaling_of, use_lora_
+from thunder_moe.nn.lora import LoRASpec
 from thunder_moe.nn.packed import NVFP4Module
 
 try:
@@ -349,18 +349,15 @@ def _rank(config: Any, name: str) -> tuple[int, float]:
 
 
 @torch.no_grad()
-def _add(
-    model: Any,
-    chosen: list[tuple[Target, int, float, bool]],
-    config: Any,
-    adapter: str,
-) -> None:
-    for target, rank, alpha, split in chosen:
-        options: dict[str, Any] = dict(dropout=config.lora_dropout, rslora=config.use_rslora, split_gate_up=split)
-        path = target.path
-        one: dict[str, Any] = dict(filter=only(path), linears=only(path))
-        add_lora_(model, rank, alpha, adapter=adapter, freeze=False, **one, **options)
-        if config.init_lora_weights == "gaussian":
+def _add(model: Any, chosen: list[tuple[Target, int, float, bool]], config: Any, adapter: str) -> None:
+    specs = {
+        target.path: LoRASpec(rank, scaling_of(rank, alpha, config.use_rslora), config.lora_dropout, 1 + split)
+        for target, rank, alpha, split in chosen
+    }
+    if specs:
+        add_by_name_(model, specs, adapter)
+    if config.init_lora_weights == "gaussian":
+        for target, rank, _, _ in chosen:
             target.linear.lora_A[adapter].normal_(std=1 / rank)
 
 

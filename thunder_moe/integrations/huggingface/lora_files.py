@@ -14,7 +14,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,8 +29,8 @@ from thunder_moe.formats.gate_up import deinterleave, interleave
 from thunder_moe.integrations.huggingface.expert_names import expert_source
 from thunder_moe.integrations.huggingface.lora_targets import PREFIX, Target, blocks_of, is_named, place_of, targets
 from thunder_moe.integrations.huggingface.sharding import refuse_part
-from thunder_moe.lora import DTYPES, add_lora_, lora_linears, refuse_merged, use_lora_
-from thunder_moe.nn.lora import LoRALinear
+from thunder_moe.lora import DTYPES, add_by_name_, freeze_others_, lora_linears, refuse_merged, use_lora_
+from thunder_moe.nn.lora import LoRALinear, LoRASpec
 
 __all__ = [
     "CONFIG",
@@ -41,7 +41,6 @@ __all__ = [
     "load_lora_",
     "no_adapter",
     "numbers",
-    "only",
     "pattern",
     "rank_and_alpha",
     "read_adapter",
@@ -187,14 +186,18 @@ def set_adapter_(
             if value.shape != shape:
                 raise ValueError(f"{path}.lora_{name}: got shape {tuple(value.shape)}, wanted {tuple(shape)}")
         ready[path] = new
-    for path, new in ready.items():
-        linear = model.get_submodule(path)
-        if not isinstance(linear, LoRALinear) or adapter not in linear.lora_specs:
-            split, alpha = new.parts == 2, new.scaling * new.rank
-            options: dict[str, Any] = dict(split_gate_up=split, adapter=adapter, dropout=dropout, freeze=freeze)
-            add_lora_(model, new.rank, alpha, filter=only(path), linears=only(path), **options)
+    missing = {
+        path: LoRASpec(new.rank, new.scaling, dropout, new.parts)
+        for path, new in ready.items()
+        if path not in present or adapter not in present[path].lora_specs
+    }
+    if missing:
+        add_by_name_(model, missing, adapter)
+        if freeze:
+            freeze_others_(model)
+    with torch.no_grad():
+        for path, new in ready.items():
             linear = model.get_submodule(path)
-        with torch.no_grad():
             linear.lora_A[adapter].copy_(new.a)
             linear.lora_B[adapter].copy_(new.b * (new.scaling / linear.lora_specs[adapter].scaling))
 
@@ -257,11 +260,6 @@ def no_adapter(model: nn.Module, path: str | os.PathLike[Any], tensors: Mapping[
         f"path: {Path(path) / WEIGHTS} has no adapter of the {len(experts)} blocks of 4-bit experts of"
         f" {type(model).__name__}; it has {', '.join(list(tensors)[:3])}, ..."
     )
-
-
-def only(path: str) -> Callable[[nn.Module, str], bool]:
-    """A filter that takes the linear of this name alone."""
-    return lambda module, name: name == path
 
 
 # ---- as PEFT: A (E * r, K), B (N, r * E) of each parameter, whose wrappers are nested
