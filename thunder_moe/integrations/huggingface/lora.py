@@ -29,12 +29,12 @@ from thunder_moe.integrations.huggingface.lora_files import (
     WEIGHTS,
     Adapter,
     adapters,
+    encode,
     no_adapter,
     numbers,
     pattern,
     rank_and_alpha,
     read_adapter,
-    save_lora,
     set_adapter_,
     write_adapter,
 )
@@ -48,7 +48,7 @@ try:
     from peft.tuners.tuners_utils import BaseTunerLayer
     from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
 
-    from thunder_moe.integrations.huggingface.lora_tuner import TunerWithExperts, kept_, refuse_changed, use
+    from thunder_moe.integrations.huggingface.lora_tuner import TunerWithExperts, kept_, refuse_changed
 except ImportError as error:
     raise ImportError(
         "thunder_moe.integrations.huggingface.lora needs PEFT: pip install 'thunder_moe[peft]'"
@@ -113,7 +113,7 @@ def load_peft_model(model: Any, path: str | Path, adapter_name: str = "default",
     set_adapter_(model, found, adapter_name, dropout=config.lora_dropout)
     wrapped = _wrap(model, _rest(model, config, rest), adapter_name)
     wrapped.load_adapter(path, adapter_name, is_trainable=is_trainable)
-    use(model, adapter_name, is_trainable)
+    wrapped.base_model.use(is_trainable)
     return wrapped
 
 
@@ -222,7 +222,7 @@ def _wrap(model: Any, config: Any, adapter_name: str) -> Any:
     kind = peft.MODEL_TYPE_TO_PEFT_MODEL_MAPPING.get(config.task_type, peft.PeftModel)
     config.base_model_name_or_path = vars(model).get("name_or_path") or None
     wrapped = _CLASSES[kind](model, config, adapter_name=adapter_name)  # which freezes what it does not know
-    use(model, adapter_name)
+    wrapped.base_model.use()
     return wrapped
 
 
@@ -406,10 +406,8 @@ def _complete(model: nn.Module, folder: Path, adapter: str, per_expert: bool) ->
     config = json.loads((folder / CONFIG).read_text())
     chosen = adapters(model, adapter)
     if chosen:
-        with tempfile.TemporaryDirectory() as own:
-            save_lora(model, own, adapter, per_expert=per_expert)
-            tensors |= load_file(Path(own) / WEIGHTS)
-            ours = json.loads((Path(own) / CONFIG).read_text())
+        own, ours = encode(model, chosen, per_expert)
+        tensors |= own
         nothing = config.get("target_modules") == _NOTHING
         if nothing and not config.get("target_parameters"):
             config |= {name: ours[name] for name in ("r", "lora_alpha", "use_rslora", "target_modules")}

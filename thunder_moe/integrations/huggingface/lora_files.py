@@ -38,6 +38,7 @@ __all__ = [
     "WEIGHTS",
     "Adapter",
     "adapters",
+    "encode",
     "load_lora_",
     "no_adapter",
     "numbers",
@@ -93,7 +94,6 @@ def save_lora(
         OSError: a file cannot be written; an adapter that was there stays.
         ValueError: no experts with that adapter, merged adapters, or with per_expert experts that are not gated.
     """
-    refuse_part(model, "whose adapters are whole: each process has those of its part, in its state dict")
     chosen = adapters(model, adapter)
     if not chosen:
         raise ValueError(
@@ -101,9 +101,17 @@ def save_lora(
         )
     path = Path(path).expanduser()
     path.mkdir(parents=True, exist_ok=True)
+    tensors, own = encode(model, chosen, per_expert)
+    write_adapter(path, tensors, own | (config or {}))
+
+
+def encode(
+    model: Any, chosen: list[tuple[Target, Adapter]], per_expert: bool
+) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Return what the files of an adapter hold: the tensors and the configuration."""
     encoded = _encode_per_expert(model, chosen) if per_expert else _encode(chosen)
     tensors = {f"{PREFIX}{name}": tensor.contiguous() for name, tensor in encoded}
-    write_adapter(path, tensors, _config(model, chosen, per_expert) | (config or {}))
+    return tensors, _config(model, chosen, per_expert)
 
 
 def write_adapter(path: Path, tensors: dict[str, Tensor], config: dict[str, Any]) -> None:
@@ -400,7 +408,12 @@ def _decode_per_expert(
 
 
 def adapters(model: nn.Module, adapter: str) -> list[tuple[Target, Adapter]]:
-    """Return the linears that have an adapter of that name; ValueError where adapters are merged."""
+    """Return the linears that have an adapter of that name.
+
+    Raises:
+        ValueError: adapters are merged, or the model is a process's part of a whole one.
+    """
+    refuse_part(model, "whose adapters are whole: each process has those of its part, in its state dict")
     found = []
     for target in targets(model):
         linear = target.linear

@@ -15,7 +15,7 @@ from torch import nn
 from thunder_moe.lora import lora_linears, lora_parameters, refuse_merged, remove_lora_, use_lora_
 from thunder_moe.lora_merge import merge_lora_
 
-__all__ = ["TunerWithExperts", "kept_", "names_of", "refuse_changed", "use"]
+__all__ = ["TunerWithExperts", "kept_", "names_of", "refuse_changed"]
 
 _LOGGER = logging.getLogger("thunder_moe")
 
@@ -41,9 +41,7 @@ class TunerWithExperts(LoraModel):
         """Switch adapters, those of 4-bit layers, too."""
         refuse_changed(self)
         super().set_adapter(adapter_name, inference_mode)
-        use(self.model, adapter_name, not inference_mode)
-        if self.experts_disabled and lora_linears(self.model):
-            use_lora_(self.model, None)
+        self.use(not inference_mode)
 
     def delete_adapter(self, adapter_name: str) -> None:
         """Delete an adapter, in 4-bit layers, too."""
@@ -55,25 +53,41 @@ class TunerWithExperts(LoraModel):
         self.of_experts -= {adapter_name}
         if not self.active_adapters:  # PEFT has none of its own adapters left to choose from
             self.active_adapter = [each for each in before if each != adapter_name] or list(self.peft_config)[:1]
-        if self.active_adapters != before and lora_linears(self.model):
-            use(self.model, self.active_adapters, trainable)
+        if self.active_adapters != before:
+            self.use(trainable)
 
     def disable_adapter_layers(self) -> None:
         """Disable all adapters, those of 4-bit layers, too."""
         refuse_changed(self)
         super().disable_adapter_layers()
         self.experts_disabled = True
-        if lora_linears(self.model):
-            use_lora_(self.model, None)
+        self._activate()
 
     def enable_adapter_layers(self) -> None:
         """Enable the active adapters, those of 4-bit layers, too."""
         refuse_changed(self)
         super().enable_adapter_layers()
         self.experts_disabled = False
+        self._activate()
+
+    def _activate(self) -> None:
+        """Make the active adapters active in 4-bit layers, or none while adapters are disabled."""
         known = names_of(self.model)
         if known:
-            use_lora_(self.model, [each for each in self.active_adapters if each in known])
+            wanted = [] if self.experts_disabled else self.active_adapters
+            use_lora_(self.model, [name for name in wanted if name in known])
+
+    def use(self, trainable: bool = True) -> None:
+        """Make the active adapters the only active ones in 4-bit layers, too.
+
+        Their parameters alone require gradients, if `trainable`.
+        """
+        self._activate()
+        for linear in lora_linears(self.model).values():
+            linear.lora_by_peft = True
+            for name in linear.lora_specs:
+                for parameters in (linear.lora_A, linear.lora_B):
+                    parameters[name].requires_grad_(trainable and name in self.active_adapters)
 
     def set_requires_grad(self, adapter_names: str | Sequence[str], requires_grad: bool = True) -> None:
         """Make parameters of adapters trainable or not, those of 4-bit layers, too."""
@@ -142,22 +156,22 @@ class TunerWithExperts(LoraModel):
 
 @contextmanager
 def kept_(tuner: Any, trainable: bool = False) -> Iterator[None]:
-    """Which adapters are active, and which of their parameters are trainable, stays so when adapters come; new ones are
-    trainable if they are to be and are active."""
+    """Keep active adapters active and trainable parameters trainable while adapters are added.
+
+    New adapters are trainable if `trainable` and if they are active.
+    """
     before = {id(parameter): parameter.requires_grad for parameter in lora_parameters(tuner.model)}
     try:
         yield
     finally:
         tuner.of_experts |= names_of(tuner.model)
-        use(tuner.model, tuner.active_adapters, trainable)
-        if tuner.experts_disabled and lora_linears(tuner.model):
-            use_lora_(tuner.model, None)
+        tuner.use(trainable)
         for parameter in lora_parameters(tuner.model):
             parameter.requires_grad_(before.get(id(parameter), parameter.requires_grad))
 
 
 def refuse_changed(tuner: Any) -> None:
-    """ValueError where adapters of 4-bit layers are merged, or gone since PEFT has wrapped the model."""
+    """Raise a ValueError where adapters of 4-bit layers are merged, or gone since PEFT has wrapped the model."""
     refuse_merged(lora_linears(tuner.model))
     if gone := sorted(tuner.of_experts - names_of(tuner.model)):
         raise ValueError(
@@ -168,18 +182,5 @@ def refuse_changed(tuner: Any) -> None:
 
 
 def names_of(model: nn.Module) -> set[str]:
-    """Of the adapters that experts have."""
+    """Return the names of the adapters that 4-bit layers have."""
     return {name for linear in lora_linears(model).values() for name in linear.lora_specs}
-
-
-def use(model: nn.Module, adapters: str | Sequence[str], trainable: bool = True) -> None:
-    """Makes adapters the only active ones, whose parameters alone require gradients, if at all, as PEFT's do."""
-    linears, known = lora_linears(model), names_of(model)
-    wanted = [adapters] if isinstance(adapters, str) else adapters
-    if linears:
-        use_lora_(model, [name for name in wanted if name in known])
-    for linear in linears.values():
-        linear.lora_by_peft = True
-        for name in linear.lora_specs:
-            for parameters in (linear.lora_A, linear.lora_B):
-                parameters[name].requires_grad_(trainable and name in wanted)
