@@ -1,5 +1,5 @@
-"""The operator thunder_moe::f16a_nvfp4weight_moe_experts_lora: a layer's experts on packed weights plus LoRA adapters.
-There is one for MXFP8 weights, too, beside which the adapters' products are GEMMs of their own.
+"""Register thunder_moe::f16a_nvfp4weight_moe_experts_lora: a layer's experts on packed weights plus LoRA adapters.
+Its form for MXFP8 weights computes the adapters' products by GEMMs of their own.
 Called by integrations.huggingface; calls the operators of ops.grouped_mm, ops.low_rank, ops.grouped_linear,
 ops.activation and ops.combine, in both directions.
 
@@ -63,7 +63,7 @@ def _check_values(hidden_states: Tensor, expert_ids: Tensor, *arguments: Tensor 
 def _gemm(
     rows: Tensor, weight: WeightOperands, layout: str, inner: Tensor | None, b: Tensor | None, offsets: Tensor
 ) -> Tensor:
-    """The GEMM of a packed weight plus inner x b, (M, N); inner: (M, R), rows x a."""
+    """Return the GEMM of a packed weight plus inner x b, (M, N); inner: (M, R), rows x a."""
     ops, (gemm, _) = torch.ops.thunder_moe, gemm_and_dgrad(weight, offsets, layout)
     if inner is None or b is None:
         return gemm(rows)
@@ -78,7 +78,7 @@ def _gemm(
 def _gather(
     tokens: Tensor, row_slot: Tensor, matrix: Tensor | None, offsets: Tensor, transposed: bool = False
 ) -> tuple[Tensor, Tensor | None]:
-    """The rows (M, K) of tokens; with a matrix (E, R, K), transposed (E, K, R), their product (M, R)."""
+    """Return the rows (M, K) of tokens; with a matrix (E, R, K), transposed (E, K, R), their product (M, R), too."""
     if matrix is None:
         return gather_rows(tokens, row_slot), None
     rows, product = torch.ops.thunder_moe.moe_gather_low_rank(tokens, row_slot, matrix, offsets, transposed)
@@ -88,7 +88,7 @@ def _gather(
 def _dgrad(
     grad: Tensor, weight: WeightOperands, layout: str, a: Tensor | None, outer: Tensor | None, offsets: Tensor
 ) -> Tensor:
-    """The gradient (M, K) of the rows of `_gemm`; outer: (M, R), that of rows x a."""
+    """Return the gradient (M, K) of the rows of `_gemm`; outer: (M, R), the gradient of rows x a."""
     ops, (_, dgrad) = torch.ops.thunder_moe, gemm_and_dgrad(weight, offsets, layout)
     if a is None or outer is None:
         return dgrad(grad)
@@ -172,7 +172,7 @@ def _gradient(
 
 
 def _of_slots(of_row: Tensor, offsets: Tensor, slot_row: Tensor) -> Tensor:
-    """(M,) -> (T, A): what each slot's row has, 0 for slots without one."""
+    """Return the value (T, A) of each slot's row, from (M,); 0 for slots without a row."""
     live = (slot_row >= 0) & (slot_row < offsets[-1])
     picked: Tensor = of_row[slot_row.clamp_min(0).long()] if of_row.shape[0] else of_row.new_zeros(slot_row.shape)
     return torch.where(live, picked, 0)

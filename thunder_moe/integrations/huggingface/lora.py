@@ -1,5 +1,4 @@
-"""PEFT with 4-bit experts and 4-bit dense layers: `get_peft_model` and `load_peft_model` give a PeftModel with adapters
-of these, too.
+"""Make PeftModels whose 4-bit experts and dense layers have adapters, too: `get_peft_model` and `load_peft_model`.
 Called by users, Trainer and TRL; calls thunder_moe.lora for what is 4-bit, PEFT for all else, lora_files for the files.
 
 config -> the 4-bit linears that it names get `add_lora_` -> PEFT gets what is left of it -> one PeftModel
@@ -63,7 +62,7 @@ _DOWN = ("down_proj", "w2")
 
 
 def get_peft_model(model: Any, peft_config: Any, adapter_name: str = "default") -> Any:
-    """`peft.get_peft_model` for a model with 4-bit experts: the same configuration adapts them, and all else.
+    """Do what `peft.get_peft_model` does, for a model with 4-bit experts: its configuration adapts them, and all else.
 
     Experts are named by ``target_parameters`` (["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]: gate and up share
     A) or by ``target_modules`` (["gate_proj", "up_proj", "down_proj"], or "w1", "w3", "w2": one adapter each). Other
@@ -96,7 +95,7 @@ def get_peft_model(model: Any, peft_config: Any, adapter_name: str = "default") 
 
 
 def load_peft_model(model: Any, path: str | Path, adapter_name: str = "default", *, is_trainable: bool = False) -> Any:
-    """`peft.PeftModel.from_pretrained` for a model with 4-bit experts, which raises where an adapter matches nothing.
+    """Do what `peft.PeftModel.from_pretrained` does, for a model with 4-bit experts; no match is an error.
 
     Args:
         model: as in `get_peft_model`.
@@ -118,7 +117,7 @@ def load_peft_model(model: Any, path: str | Path, adapter_name: str = "default",
 
 
 def _read(model: Any, path: str | PathLike[Any]) -> tuple[dict[str, Adapter], dict[str, Tensor], Any]:
-    """Adapters of 4-bit linears by their path, the other tensors and the configuration of PEFT's files."""
+    """Return the adapters of 4-bit linears by their path, the other tensors and the configuration of PEFT's files."""
     found, rest, _ = read_adapter(model, path)
     config = peft.PeftConfig.from_pretrained(str(path))
     _check(config)
@@ -230,7 +229,7 @@ def _wrap(model: Any, config: Any, adapter_name: str) -> Any:
 
 
 def _check(config: Any) -> None:
-    """ValueError for options that adapters of experts do not have."""
+    """Raise a ValueError for options that adapters of experts do not have."""
     wanted = dict(use_dora=(False,), lora_bias=(False,), fan_in_fan_out=(False,), init_lora_weights=(True, "gaussian"))
     for name, values in wanted.items():
         value = getattr(config, name, values[0])
@@ -290,7 +289,7 @@ def _is_all_linear(config: Any) -> bool:
 
 
 def _as_peft_reads(model: nn.Module, config: Any) -> Any:
-    """A configuration with the parameters of experts and routers that PEFT takes "all-linear" for."""
+    """Return a configuration with the parameters of experts and routers that PEFT takes "all-linear" for."""
     if not _is_all_linear(config):
         return config
     read, config = copy.deepcopy(config), copy.copy(config)
@@ -305,7 +304,7 @@ def _has_patterns(config: Any) -> bool:
 
 
 def _refuse_saved(model: nn.Module, config: Any) -> None:
-    """ValueError where modules_to_save, which PEFT trains copies of, has 4-bit weights, which cannot be trained."""
+    """Raise a ValueError for modules_to_save with 4-bit weights: PEFT trains copies, and these cannot be trained."""
     packed = {target.block for target in targets(model)}
     for name in config.modules_to_save or ():
         for path in packed:
@@ -321,8 +320,10 @@ def _head(model: Any) -> Any:
 
 
 def _is_module(key: str, config: Any, layer: Any = None, model: Any = None) -> bool:
-    """PEFT's rule: a regular expression for the whole name, or endings of it; exclude_modules likewise. "all-linear"
-    takes a layer that is linear, but for the model's head."""
+    """True if PEFT's rule takes a name: a regular expression for all of it, or its endings; exclude_modules likewise.
+
+    "all-linear" takes a layer that is linear, but for the model's head.
+    """
 
     def match(rule: Any) -> bool:
         if isinstance(rule, str):
@@ -362,7 +363,7 @@ def _add(model: Any, chosen: list[tuple[Target, int, float, bool]], config: Any,
 
 
 def _rest(model: nn.Module, config: Any, tensors: dict[str, Tensor] | None = None) -> Any:
-    """The configuration for PEFT: what is not experts', by whole names, of which the files may have `tensors` alone."""
+    """Return the configuration for PEFT: the other layers by whole names, those alone of which files have `tensors`."""
     rest = copy.deepcopy(config)
     rest.target_parameters = None
     paths = {target.block for target in targets(model)}
@@ -401,7 +402,7 @@ def _rest(model: nn.Module, config: Any, tensors: dict[str, Tensor] | None = Non
 
 
 def _complete(model: nn.Module, folder: Path, adapter: str, per_expert: bool) -> None:
-    """Puts the adapters of experts into files that PEFT has written, in the place of what it took them for."""
+    """Put the adapters of 4-bit layers into files that PEFT has written, in the place of what it took them for."""
     tensors = {key: value for key, value in load_file(folder / WEIGHTS).items() if not is_of_4_bits(model, key)}
     config = json.loads((folder / CONFIG).read_text())
     chosen = adapters(model, adapter)

@@ -76,7 +76,7 @@ class Adapter:
 def save_lora(
     model: Any, path: str | Path, adapter: str = "default", *, per_expert: bool = False, config: Any = None
 ) -> None:
-    """Writes an adapter of the experts and 4-bit dense layers as PEFT does: adapter_model.safetensors and
+    """Write an adapter of the experts and 4-bit dense layers as PEFT does: adapter_model.safetensors and
     adapter_config.json.
 
     PEFT loads it onto the 16-bit model (``PeftModel.from_pretrained(model, path)``), `load_lora_` onto a quantized one.
@@ -115,7 +115,7 @@ def encode(
 
 
 def write_adapter(path: Path, tensors: dict[str, Tensor], config: dict[str, Any]) -> None:
-    """Writes both files of an adapter into an existing directory; an error leaves an earlier adapter there as it was.
+    """Write both files of an adapter into an existing directory; an error leaves an earlier adapter there as it was.
 
     The configuration goes first and comes last, so that an interruption never leaves weights beside the rank and alpha
     of others.
@@ -137,7 +137,7 @@ def write_adapter(path: Path, tensors: dict[str, Tensor], config: dict[str, Any]
 
 
 def load_lora_(model: nn.Module, path: str | Path, adapter: str = "default", *, freeze: bool = True) -> nn.Module:
-    """Adds an adapter of the experts from PEFT's files to a quantized model, or fills the one of that name.
+    """Add an adapter of the experts from PEFT's files to a quantized model, or fills the one of that name.
 
     Args:
         model: a model of transformers after `quantize_` (or of a 4-bit checkpoint).
@@ -166,8 +166,11 @@ def load_lora_(model: nn.Module, path: str | Path, adapter: str = "default", *, 
 def set_adapter_(
     model: nn.Module, found: dict[str, Adapter], adapter: str, *, dropout: float = 0.0, freeze: bool = True
 ) -> None:
-    """Adds adapters by the path of their linear, or fills those that are there; ValueError where shapes differ, where
-    adapters are merged, and where other linears have one of that name, which would stay."""
+    """Add adapters by the path of their linear, or fill those that are there.
+
+    Raises:
+        ValueError: shapes differ, adapters are merged, or other linears have an adapter of that name, which would stay.
+    """
     present = lora_linears(model)
     refuse_merged(present)
     others = [path for path, linear in present.items() if adapter in linear.lora_specs and path not in found]
@@ -213,7 +216,7 @@ def set_adapter_(
 def read_adapter(
     model: nn.Module, path: str | os.PathLike[Any]
 ) -> tuple[dict[str, Adapter], dict[str, Tensor], dict[str, Any]]:
-    """The adapters of a directory's files by the path of their linear, the other tensors, and the configuration.
+    """Return the adapters of a directory's files by the path of their linear, the other tensors, and the configuration.
 
     Raises:
         ValueError: as `load_lora_`, but for other tensors, and for none of 4-bit linears (`no_adapter`).
@@ -327,7 +330,7 @@ def _decode(
 
 
 def _source(model: Any, target: Target) -> tuple[str, tuple[str, ...]]:
-    """Where checkpoints have the experts of a target, and their names of the projections of it."""
+    """Return the name of a target's experts in checkpoints, and the names of its projections there."""
     assert target.module is not None
     if not target.module.form.gated:
         raise ValueError(f"per_expert: got experts without a gate ({target.experts}), wanted per_expert=False")
@@ -426,7 +429,7 @@ def adapters(model: nn.Module, adapter: str) -> list[tuple[Target, Adapter]]:
 
 
 def _joined(adapter: Adapter) -> Adapter:
-    """The same with one part: of two, A's rows one after the other, and B in blocks."""
+    """Return the adapter as one part: of two, A's rows one after the other, and B in blocks."""
     if adapter.parts == 1:
         return adapter
     gate, up = adapter.b.chunk(2, 1)
@@ -467,7 +470,7 @@ def numbers(
 
 
 def pattern(values: Mapping[str, float], general: float) -> dict[str, float]:
-    """PEFT's pattern of numbers by module, no two keys of which fit one name: PEFT sorts them when it saves."""
+    """Return PEFT's pattern of numbers by module, no two keys of which fit one name: PEFT sorts them when it saves."""
     if set(values.values()) == {general}:
         return {}
     by_suffix: dict[str, set[float]] = {}
@@ -483,7 +486,7 @@ def _escape(name: str) -> str:
 
 
 def _suffix(name: str) -> str:
-    """What layers have in common: "mlp.experts.down_proj"."""
+    """Return what names have in common over layers: "mlp.experts.down_proj"."""
     return ".".join(name.split(".")[-3:])
 
 
