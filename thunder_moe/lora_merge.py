@@ -214,13 +214,16 @@ def _ready_to_restore(
     """
     dense = {}
     for name, linear in linears.items():
+        if isinstance(linear, GroupedLinear):
+            continue
+        (total, delta), dtypes = _sum(linear, chosen[name]), _dtypes_of(linear)
+        parts = zip(total.chunk(len(dtypes), 1), dtypes, strict=True)
+        errors[name] = _ratio(total - torch.cat([part.to(dtype).float() for part, dtype in parts], 1), delta)
         if isinstance(linear, LoRADense):
-            dense[name], delta = _sum(linear, chosen[name])
+            dense[name] = total
             strip(linear)
-            errors[name] = _ratio(dense[name] - dense[name].to(_dtype_of(linear)).float(), delta)
-        elif isinstance(linear, NVFP4LoRAGroupedLinear):
+        else:
             linear.lora_active, linear.lora_to_restore = chosen[name], True
-            errors[name] = _restore_error(linear)
     return dense
 
 
@@ -242,18 +245,12 @@ def _set_weight(linear: Any, weight: PackedWeight) -> None:
     owner.set_weight(lay_out(weight, "auto" if owner.auto_layout else owner.layout))
 
 
-def _dtype_of(linear: Any) -> torch.dtype:
-    """Return the dtype of the 16-bit weight that a dense layer stands for."""
-    dtypes = (linear.stack if isinstance(linear, NVFP4LinearPart) else linear).weight_dtypes
-    dtype: torch.dtype = dtypes[linear.index if isinstance(linear, NVFP4LinearPart) else 0]
-    return dtype
-
-
-def _restore_error(linear: Any) -> float:
-    total, delta = _sum(linear, linear.lora_active)
-    parts = zip(total.chunk(len(linear.weight_dtypes), 1), linear.weight_dtypes, strict=True)
-    rounded = torch.cat([part.to(dtype).float() for part, dtype in parts], 1)
-    return _ratio(total - rounded, delta)
+def _dtypes_of(linear: Any) -> tuple[torch.dtype, ...]:
+    """Return the dtypes of the 16-bit weights that a linear stands for."""
+    if isinstance(linear, NVFP4LinearPart):
+        return (linear.stack.weight_dtypes[linear.index],)
+    dtypes: tuple[torch.dtype, ...] = linear.weight_dtypes
+    return dtypes
 
 
 def _ratio(error: Tensor, delta: Tensor) -> float:

@@ -137,7 +137,7 @@ def write_adapter(path: Path, tensors: dict[str, Tensor], config: dict[str, Any]
 
 
 def load_lora_(model: nn.Module, path: str | Path, adapter: str = "default", *, freeze: bool = True) -> nn.Module:
-    """Add an adapter of the experts from PEFT's files to a quantized model, or fills the one of that name.
+    """Add an adapter of the experts from PEFT's files to a quantized model, or fill the one of that name.
 
     Args:
         model: a model of transformers after `quantize_` (or of a 4-bit checkpoint).
@@ -180,6 +180,7 @@ def set_adapter_(
             " another name, or remove_lora_ before"
         )
     ready: dict[str, Adapter] = {}
+    missing: dict[str, LoRASpec] = {}
     for path, new in found.items():  # all is checked before the first change
         linear: Any = model.get_submodule(path)
         if isinstance(linear, LoRALinear) and adapter in linear.lora_specs:
@@ -193,15 +194,11 @@ def set_adapter_(
         else:
             experts, inputs, outputs = getattr(linear, "num_experts", 1), linear.in_features, linear.out_features
             shapes = (experts, new.parts * new.rank, inputs), (experts, outputs, new.rank)
+            missing[path] = LoRASpec(new.rank, new.scaling, dropout, new.parts)
         for name, value, shape in zip("AB", (new.a, new.b), shapes, strict=True):
             if value.shape != shape:
                 raise ValueError(f"{path}.lora_{name}: got shape {tuple(value.shape)}, wanted {tuple(shape)}")
         ready[path] = new
-    missing = {
-        path: LoRASpec(new.rank, new.scaling, dropout, new.parts)
-        for path, new in ready.items()
-        if path not in present or adapter not in present[path].lora_specs
-    }
     if missing:
         add_by_name_(model, missing, adapter)
         if freeze:
