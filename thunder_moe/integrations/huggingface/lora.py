@@ -272,7 +272,7 @@ def _chosen(model: nn.Module, config: Any) -> list[tuple[Target, int, float, boo
                     f" {len(names)} projections of {target.experts}, wanted both of gate_proj and up_proj (w1 and w3),"
                     " which have one weight, of all experts"
                 )
-            numbers = {_rank(config, name) for name in names} if _has_patterns(config) else {_rank(config, names[0])}
+            numbers = {_rank(config, name) for name in names}
             if len(numbers) > 1:
                 raise ValueError(
                     f"peft_config: rank_pattern={config.rank_pattern} and alpha_pattern={config.alpha_pattern} give"
@@ -299,24 +299,15 @@ def _as_peft_reads(model: nn.Module, config: Any) -> Any:
     return config
 
 
-def _has_patterns(config: Any) -> bool:
-    return bool(config.rank_pattern or config.alpha_pattern)
-
-
 def _refuse_saved(model: nn.Module, config: Any) -> None:
     """Raise a ValueError for modules_to_save with 4-bit weights: PEFT trains copies, and these cannot be trained."""
-    packed = {target.block for target in targets(model)}
+    packed = sorted({target.block for target in targets(model)})
     for name in config.modules_to_save or ():
-        for path in packed:
-            if f".{name}." in f".{path}.":
-                raise ValueError(
-                    f"peft_config.modules_to_save: got {name!r}, which has the 4-bit weights of {path},"
-                    " wanted 16-bit modules"
-                )
-
-
-def _head(model: Any) -> Any:
-    return model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+        if inside := [path for path in packed if f".{name}." in f".{path}."]:
+            raise ValueError(
+                f"peft_config.modules_to_save: got {name!r}, which has the 4-bit weights of {inside[0]}, wanted 16-bit"
+                " modules"
+            )
 
 
 def _is_module(key: str, config: Any, layer: Any = None, model: Any = None) -> bool:
@@ -331,7 +322,8 @@ def _is_module(key: str, config: Any, layer: Any = None, model: Any = None) -> b
         return is_named(key, rule)
 
     if _is_all_linear(config):  # not for routers that derive from nn.Linear: PEFT's forward fails at their tuples
-        wanted = (type(layer) is nn.Linear or is_dense(layer)) and layer is not _head(model)
+        head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+        wanted = (type(layer) is nn.Linear or is_dense(layer)) and layer is not head
     else:
         wanted = match(config.target_modules or ())
     return wanted and not match(getattr(config, "exclude_modules", None) or ())
