@@ -1,6 +1,7 @@
-"""LoRA on experts, quantized or not, and quantized dense layers: add_lora_(model) -> train -> lora_merge.merge_lora_ or
-keep beside; use_lora_ switches adapters.
+"""Add LoRA adapters to experts, quantized or not, and to quantized dense layers; switch and remove them.
 Called by users, lora_merge and integrations.huggingface.lora; calls nn.lora for the modules.
+
+add_lora_(model) -> train -> lora_merge.merge_lora_, or keep the adapters beside the weights
 """
 
 from __future__ import annotations
@@ -39,7 +40,9 @@ __all__ = [
     "DTYPES",
     "STATE",
     "Model",
+    "add_by_name_",
     "add_lora_",
+    "freeze_others_",
     "is_adaptable",
     "is_dense",
     "lora_linears",
@@ -49,6 +52,7 @@ __all__ = [
     "require_lora",
     "require_names",
     "restore_adapters_",
+    "scaling_of",
     "set_class",
     "stored_adapters",
     "strip",
@@ -93,7 +97,7 @@ def add_lora_(
     freeze: bool = True,
     **unknown: NoReturn,
 ) -> Model:
-    """Adds a LoRA adapter to the linears of experts, in place: per expert A (r, K) and B (N, r) = 0 beside the weight.
+    """Add a LoRA adapter to the linears of experts, in place: per expert A (r, K) and B (N, r) = 0 beside the weight.
 
     Each `NVFP4GroupedLinear` and `GroupedLinear` gets one, wherever it is: in this package's modules, and in experts of
     transformers' models once `quantize_` has been called. It becomes a `NVFP4LoRAGroupedLinear` or
@@ -132,7 +136,7 @@ def add_lora_(
         remedy = f"{_NAMES[name]}, " if name in _NAMES else ""
         raise TypeError(f"add_lora_: got the argument {name!r}, wanted {remedy}or get_peft_model for a LoraConfig")
     require_module(model)
-    _check_options(rank, alpha, dropout, share, dtype, adapter)
+    scaling = scaling_of(rank, alpha, rslora)
     names = Names.of_model(model)
     takes = Selector(names, filter, None)
     dense = linears if isinstance(linears, bool) else select("linears", linears, names)
@@ -140,7 +144,6 @@ def add_lora_(
     if adaptable:
         require_matches("filter", filter, names, adaptable, "linear for an adapter")
         require_matches("linears", linears, names, adaptable, "linear for an adapter")
-    refuse_merged(lora_linears(model))
     chosen: dict[str, Any] = {}
     left: list[str] = []
     for name, module in model.named_modules():
@@ -154,10 +157,6 @@ def add_lora_(
         if reason is not None:
             left.append(f"{name}: {reason}")
             continue
-        if isinstance(module, LoRALinear) and adapter in module.lora_specs:
-            raise ValueError(f"adapter: got {adapter!r}, which {name!r} has, wanted another name")
-        if share is not None and getattr(module, "process_part", None) is not None:
-            raise ValueError(f"share: got {share!r} at {name!r}, whose experts several processes share, wanted None")
         chosen[name] = module
     if not chosen:
         why = (
@@ -166,31 +165,57 @@ def add_lora_(
         raise ValueError(f"model: found no linear of experts for an adapter in {type(model).__name__} ({why})")
     for reason in left:
         _LOGGER.warning("no adapter: %s", reason)
-    scaling = alpha / math.sqrt(rank) if rslora else alpha / rank
     parents = {id(child): parent for parent in model.modules() for child in parent.children()}
+    specs = {
+        name: LoRASpec(rank, scaling, dropout, 1 + (split_gate_up and _is_gate_up(parents.get(id(module)), module)))
+        for name, module in chosen.items()
+    }
+    add_by_name_(model, specs, adapter, share, dtype)
+    if freeze:
+        freeze_others_(model)
+    return model
+
+
+@torch.no_grad()
+def add_by_name_(
+    model: nn.Module, specs: Mapping[str, LoRASpec], adapter: str, share: str | None = None,
+    dtype: torch.dtype = torch.float32,
+) -> None:  # fmt: skip
+    """Add an adapter to the linears of these names, to all or to none; it becomes the only active one of the model.
+
+    Raises:
+        ValueError: a linear can get no adapter, or has one of that name; adapters are merged; an option is not valid.
+    """
+    refuse_merged(lora_linears(model))
+    linears: dict[str, Any] = {name: model.get_submodule(name) for name in specs}
+    for name, linear in linears.items():
+        _check_options(specs[name].dropout, share, dtype, adapter)
+        if (reason := _obstacle(linear)) is not None:
+            raise ValueError(f"model: {name} can get no adapter: {reason}")
+        if isinstance(linear, LoRALinear) and adapter in linear.lora_specs:
+            raise ValueError(f"adapter: got {adapter!r}, which {name!r} has, wanted another name")
+        if share is not None and getattr(linear, "process_part", None) is not None:
+            raise ValueError(f"share: got {share!r} at {name!r}, whose experts several processes share, wanted None")
     try:
-        for module in chosen.values():
-            parts = 2 if split_gate_up and _is_gate_up(parents.get(id(module)), module) else 1
-            _add(module, LoRASpec(rank, scaling, dropout, parts), share, dtype, adapter)
+        for name, linear in linears.items():
+            _add(linear, specs[name], share, dtype, adapter)
     except BaseException:  # no memory, or an interruption
         for linear in lora_linears(model).values():
             _drop(linear, adapter)
         raise
     for linear in lora_linears(model).values():
         linear.lora_active = (adapter,) if adapter in linear.lora_specs else ()
-    if freeze:
-        _freeze_others(model)
-    return model
 
 
-def _freeze_others(model: nn.Module) -> None:
+def freeze_others_(model: nn.Module) -> None:
+    """Make all parameters but those of adapters, of PEFT's too, untrainable."""
     for name, parameter in model.named_parameters():
         if "lora_" not in name and "modules_to_save" not in name:
             parameter.requires_grad_(False)
 
 
 def use_lora_(model: Model, adapters: str | Sequence[str] | None) -> Model:
-    """Sets the active adapters of a model's experts: one, several at once (their terms are added), or None.
+    """Set the active adapters of a model's experts: one, several at once (their terms are added), or None.
 
     Linears that lack a named adapter run without it. Compiled models compile again.
 
@@ -207,23 +232,23 @@ def use_lora_(model: Model, adapters: str | Sequence[str] | None) -> Model:
 
 
 def is_adaptable(module: nn.Module) -> bool:
-    """Whether it is a linear for which there are adapters."""
+    """Return whether it is a linear for which there are adapters."""
     return isinstance(module, GroupedLinear | NVFP4GroupedLinear) or is_dense(module)
 
 
 def is_dense(module: nn.Module) -> bool:
-    """Whether it is a 4-bit dense layer, or a part of a stack of them."""
+    """Return whether it is a 4-bit dense layer, or a part of a stack of them."""
     whole = isinstance(module, NVFP4Linear) and not isinstance(module, NVFP4LinearStack)
     return whole or isinstance(module, NVFP4LinearPart)
 
 
 def lora_linears(model: nn.Module) -> dict[str, Any]:
-    """The linears of experts, and the 4-bit dense layers, that have adapters, by qualified name."""
+    """Return the linears of experts, and the 4-bit dense layers, that have adapters, by qualified name."""
     return {name: module for name, module in model.named_modules() if isinstance(module, LoRALinear)}
 
 
 def lora_parameters(model: nn.Module, adapter: str | None = None) -> Iterator[nn.Parameter]:
-    """The parameters of an adapter of the experts, of all adapters when None."""
+    """Yield the parameters of an adapter, of all adapters when None."""
     for linear in lora_linears(model).values():
         for name in linear.lora_specs:
             if adapter in (None, name):
@@ -232,7 +257,7 @@ def lora_parameters(model: nn.Module, adapter: str | None = None) -> Iterator[nn
 
 @torch.no_grad()
 def remove_lora_(model: Model, adapter: str | None = None) -> Model:
-    """Removes an adapter of the experts, all of them when None; linears without any have their own class again.
+    """Remove an adapter, all adapters when None; linears without any have their own class again.
 
     What is merged stays in the weights when all are removed.
 
@@ -250,7 +275,7 @@ def remove_lora_(model: Model, adapter: str | None = None) -> Model:
 
 
 def _drop(linear: Any, name: str) -> None:
-    """Takes an adapter from a linear, which without any has its base class again."""
+    """Remove an adapter from a linear, which without any has its base class again."""
     linear.lora_active = tuple(each for each in linear.lora_active if each != name)
     if linear.lora_specs.pop(name, None) is not None:
         del linear.lora_A[name], linear.lora_B[name]
@@ -258,11 +283,16 @@ def _drop(linear: Any, name: str) -> None:
         strip(linear)
 
 
-def _check_options(rank: Any, alpha: Any, dropout: Any, share: Any, dtype: Any, adapter: Any) -> None:
+def scaling_of(rank: Any, alpha: Any, rslora: bool) -> float:
+    """Return the factor of an adapter; ValueError for a rank or alpha that is not valid."""
     if not isinstance(rank, int) or isinstance(rank, bool) or rank < 1:
         raise ValueError(f"rank: got {rank!r}, wanted a positive integer")
     if not isinstance(alpha, int | float) or isinstance(alpha, bool) or not math.isfinite(alpha) or alpha == 0:
         raise ValueError(f"alpha: got {alpha!r}, wanted a finite number that is not 0")
+    return alpha / (math.sqrt(rank) if rslora else rank)
+
+
+def _check_options(dropout: Any, share: Any, dtype: Any, adapter: Any) -> None:
     if not isinstance(dropout, int | float) or not 0 <= dropout < 1:
         raise ValueError(f"dropout: got {dropout!r}, wanted at least 0 and less than 1")
     if share not in _SHARES:
@@ -276,7 +306,7 @@ def _check_options(rank: Any, alpha: Any, dropout: Any, share: Any, dtype: Any, 
 
 
 def _obstacle(module: Any) -> str | None:
-    """Why a linear can get no adapter; None when it can."""
+    """Return why a linear can get no adapter; None when it can."""
     if type(module) not in (*_WITH_LORA, *_BASE):
         return f"it is a {type(module).__name__}"
     if vars(module).get("_cut") is not None:  # parallel.shards
@@ -293,7 +323,7 @@ def _obstacle(module: Any) -> str | None:
 
 
 def weight_of(module: Any) -> Tensor:
-    """One of the weight's; of a part that of its stack."""
+    """Return a tensor of a linear's weight; for a part of a stack, one of the stack's."""
     if isinstance(module, NVFP4LinearPart):
         return module.stack.qdata
     tensor: Tensor = module.weight if isinstance(module, GroupedLinear) else module.qdata
@@ -301,7 +331,7 @@ def weight_of(module: Any) -> Tensor:
 
 
 def _is_gate_up(parent: nn.Module | None, module: Any) -> bool:
-    """Whether the rows of a linear's weight are those of gate, then those of up."""
+    """Return whether the rows of a linear's weight are gate's, then up's."""
     if parent is None or parent._modules.get("gate_up_proj") is not module:
         return False
     if isinstance(parent, NVFP4GroupedSwiGLU):
@@ -321,7 +351,7 @@ def _add(module: Any, spec: LoRASpec, share: str | None, dtype: torch.dtype, ada
 
 
 def _put_adapter(module: Any, adapter: str, spec: LoRASpec, a: Tensor, b: Tensor) -> None:
-    """Gives a linear that is adaptable an adapter with these tensors; which are active stays so."""
+    """Give a linear that is adaptable an adapter with these tensors; it is not active."""
     if not isinstance(module, LoRALinear):
         module.lora_A, module.lora_B = nn.ParameterDict(), nn.ParameterDict()
         module.lora_specs, module.lora_joined, module.lora_by_peft = {}, "", False
@@ -349,8 +379,8 @@ def stored_adapters(model: nn.Module) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def restore_adapters_(model: nn.Module, stored: Mapping[str, Tensor]) -> None:
-    """Adds the adapters of `stored_adapters` to the linears of the same names, as active as they were, and freezes all
-    else as `add_lora_` does.
+    """Add the adapters of `stored_adapters` to the linears of the same names, active or not as they were, and freeze
+    all else as `add_lora_` does.
 
     Raises:
         ValueError: there is no such linear, or it can get no adapter; a tensor lacks its record, has another shape, or
@@ -379,7 +409,7 @@ def restore_adapters_(model: nn.Module, stored: Mapping[str, Tensor]) -> None:
             f"{next(iter(left))}: has no lora_specs beside it, which say its rank and alpha; wanted a model that was"
             " saved together with them"
         )
-    _freeze_others(model)
+    freeze_others_(model)
 
 
 def _restore(linear: Any, path: str, name: str, spec: LoRASpec, a: Tensor | None, b: Tensor | None) -> None:
@@ -397,14 +427,18 @@ def _restore(linear: Any, path: str, name: str, spec: LoRASpec, a: Tensor | None
 
 
 def strip(linear: Any) -> None:
-    """Makes a linear one of its base class again."""
+    """Give a linear its base class again."""
     set_class(linear, _BASE[type(linear)])  # first: an interruption leaves a linear that works
     for name in STATE:
         delattr(linear, name)
 
 
 def set_class(module: nn.Module, cls: type[nn.Module]) -> None:
-    """Gives a module another class, and its hooks of accelerate the forward of that."""
+    """Give a module another class, and its hooks of accelerate the forward of that class.
+
+    The module stays the same object, as in torch's `register_parametrization` and `fully_shard`: the model itself may
+    be a linear, a stack knows its parts, and callers hold linears whose adapters come, merge and go.
+    """
     if not has_hook(module):
         module.__class__ = cls
         return
@@ -415,7 +449,7 @@ def set_class(module: nn.Module, cls: type[nn.Module]) -> None:
 
 
 def require_lora(model: nn.Module) -> dict[str, Any]:
-    """`lora_linears`; ValueError where there are none."""
+    """Return `lora_linears`; ValueError where there are none."""
     require_module(model)
     linears = lora_linears(model)
     if not linears:
@@ -424,7 +458,7 @@ def require_lora(model: nn.Module) -> dict[str, Any]:
 
 
 def require_names(linears: dict[str, Any], wanted: Sequence[str]) -> None:
-    """ValueError for a name of an adapter that none of the linears has, or that is there twice."""
+    """Raise a ValueError for a name of an adapter that none of the linears has, or that is there twice."""
     known = {name for linear in linears.values() for name in linear.lora_specs}
     for name in wanted:
         if name not in known:
@@ -434,7 +468,7 @@ def require_names(linears: dict[str, Any], wanted: Sequence[str]) -> None:
 
 
 def refuse_merged(linears: dict[str, Any]) -> None:
-    """ValueError where a linear of `lora_linears` has merged adapters."""
+    """Raise a ValueError where a linear of `lora_linears` has merged adapters."""
     for name, linear in linears.items():
         if linear.lora_merged:
             raise ValueError(f"model: {list(linear.lora_merged)} are merged in {name}, wanted unmerge_lora_ before")

@@ -1,4 +1,4 @@
-"""Merging of LoRA adapters of experts, quantized or not, and quantized dense layers: in place, or into 16-bit modules.
+"""Merge LoRA adapters of experts, quantized or not, and of quantized dense layers: in place, or into 16-bit modules.
 Called by users and integrations.huggingface.lora_tuner; calls lora for the adapters, quantize to merge into 16 bits.
 """
 
@@ -41,7 +41,7 @@ _LOGGER = logging.getLogger("thunder_moe")
 def merge_lora_(
     model: nn.Module, adapters: str | Sequence[str] | None = None, *, dequantize: bool = False
 ) -> dict[str, float]:
-    """Puts adapters into the weights of the experts, in place, so that they cost nothing any more.
+    """Merge adapters into the weights, in place, so that they cost nothing any more.
 
     A quantized weight is decoded, added to in float32 and rounded to its format again: the rounding is new, and may be
     larger than what an adapter adds. `unmerge_lora_` gives back the weights from before, bit for bit; until then both
@@ -107,7 +107,7 @@ def merge_lora_(
 
 @torch.no_grad()
 def unmerge_lora_(model: Model) -> Model:
-    """The inverse of `merge_lora_` without `dequantize`: the weights from before, exactly, and the adapters active.
+    """Undo `merge_lora_` without `dequantize`: restore the earlier weights exactly, and make the adapters active.
 
     Raises:
         ValueError: nothing is merged.
@@ -121,7 +121,7 @@ def unmerge_lora_(model: Model) -> Model:
 
 
 def _refuse_tied(model: nn.Module, linears: dict[str, Any]) -> None:
-    """ValueError where a weight is another module's too, which would change with it."""
+    """Raise a ValueError where a weight is another module's too, which would change with it."""
     owners: dict[int, str] = {}
     for name, module in model.named_modules():
         if is_adaptable(module) and not isinstance(module, NVFP4LinearPart):  # those share one by intent
@@ -131,7 +131,7 @@ def _refuse_tied(model: nn.Module, linears: dict[str, Any]) -> None:
 
 
 def _sum(linear: Any, names: tuple[str, ...]) -> tuple[Tensor, Tensor]:
-    """float32 (E, N, K): the weight plus some adapters, and what these add."""
+    """Return the weight plus some adapters, and what these add: float32 (E, N, K)."""
     if not isinstance(linear, GroupedLinear):
         weight = dequantize(linear.packed_weight.to_layout(LINEAR), torch.float32)
     else:
@@ -166,7 +166,7 @@ def _merge(linear: Any, names: tuple[str, ...], where: str) -> float:
 
 
 def _note_merged(linear: Any, names: tuple[str, ...]) -> None:
-    """Notes what is about to be merged: an interruption from here on is undone by `_unmerge`."""
+    """Note what is about to be merged: `_unmerge` undoes an interruption from here on."""
     linear.lora_merged, linear.lora_active = names, ()
 
 
@@ -186,7 +186,7 @@ def _unmerge(linear: Any) -> None:
 
 
 def _undo_of(linear: Any) -> Callable[[], None]:
-    """Gives a linear, nothing of which is merged, its class, weight and adapters back."""
+    """Return a function that gives a linear, nothing of which is merged yet, its class, weight and adapters back."""
     lora, active = type(linear), linear.lora_active
     known = {name: getattr(linear, name) for name in STATE}
 
@@ -208,21 +208,27 @@ def _undo_of(linear: Any) -> Callable[[], None]:
 def _ready_to_restore(
     linears: dict[str, Any], chosen: dict[str, tuple[str, ...]], errors: dict[str, float]
 ) -> dict[str, Tensor]:
-    """Makes 4-bit linears ready for `dequantize_`; the float32 sums of dense ones, whose adapters it takes."""
+    """Make 4-bit linears ready for `dequantize_`.
+
+    Dense ones lose their adapters; their float32 sums are returned.
+    """
     dense = {}
     for name, linear in linears.items():
+        if isinstance(linear, GroupedLinear):
+            continue
+        (total, delta), dtypes = _sum(linear, chosen[name]), _dtypes_of(linear)
+        parts = zip(total.chunk(len(dtypes), 1), dtypes, strict=True)
+        errors[name] = _ratio(total - torch.cat([part.to(dtype).float() for part, dtype in parts], 1), delta)
         if isinstance(linear, LoRADense):
-            dense[name], delta = _sum(linear, chosen[name])
+            dense[name] = total
             strip(linear)
-            errors[name] = _ratio(dense[name] - dense[name].to(_dtype_of(linear)).float(), delta)
-        elif isinstance(linear, NVFP4LoRAGroupedLinear):
+        else:
             linear.lora_active, linear.lora_to_restore = chosen[name], True
-            errors[name] = _restore_error(linear)
     return dense
 
 
 def _set_weight(linear: Any, weight: PackedWeight) -> None:
-    """Gives a quantized linear another weight in layout "linear"; a part its rows of the stack's."""
+    """Give a quantized linear another weight, in layout "linear"; a part of a stack, its rows of the stack's weight."""
     owner = linear.stack if isinstance(linear, NVFP4LinearPart) else linear
     weight = weight.to(owner.qdata.device)
     if owner is not linear:
@@ -239,18 +245,12 @@ def _set_weight(linear: Any, weight: PackedWeight) -> None:
     owner.set_weight(lay_out(weight, "auto" if owner.auto_layout else owner.layout))
 
 
-def _dtype_of(linear: Any) -> torch.dtype:
-    """Of the 16-bit weight that a dense layer stands for."""
-    dtypes = (linear.stack if isinstance(linear, NVFP4LinearPart) else linear).weight_dtypes
-    dtype: torch.dtype = dtypes[linear.index if isinstance(linear, NVFP4LinearPart) else 0]
-    return dtype
-
-
-def _restore_error(linear: Any) -> float:
-    total, delta = _sum(linear, linear.lora_active)
-    parts = zip(total.chunk(len(linear.weight_dtypes), 1), linear.weight_dtypes, strict=True)
-    rounded = torch.cat([part.to(dtype).float() for part, dtype in parts], 1)
-    return _ratio(total - rounded, delta)
+def _dtypes_of(linear: Any) -> tuple[torch.dtype, ...]:
+    """Return the dtypes of the 16-bit weights that a linear stands for."""
+    if isinstance(linear, NVFP4LinearPart):
+        return (linear.stack.weight_dtypes[linear.index],)
+    dtypes: tuple[torch.dtype, ...] = linear.weight_dtypes
+    return dtypes
 
 
 def _ratio(error: Tensor, delta: Tensor) -> float:

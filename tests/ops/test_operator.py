@@ -62,12 +62,6 @@ SCHEMAS = {
     " Tensor down_global_scale, Tensor? gate_up_a=None, Tensor? gate_up_b=None, Tensor? down_a=None,"
     " Tensor? down_b=None, Tensor? gate_up_bias=None, Tensor? down_bias=None, Tensor? row_slot=None,"
     ' Tensor? offsets=None, Tensor? slot_row=None, *, bool weight_on_input=False, str gate_up_layout="linear",'
-    ' str down_layout="linear", float alpha=1., float? limit=None, float up_shift=0.) -> Tensor',
-    "f16a_nvfp4weight_moe_experts_lora_kept": "(Tensor hidden_states, Tensor expert_ids, Tensor expert_weights,"
-    " Tensor gate_up, Tensor gate_up_scale, Tensor gate_up_global_scale, Tensor down, Tensor down_scale,"
-    " Tensor down_global_scale, Tensor? gate_up_a=None, Tensor? gate_up_b=None, Tensor? down_a=None,"
-    " Tensor? down_b=None, Tensor? gate_up_bias=None, Tensor? down_bias=None, Tensor? row_slot=None,"
-    ' Tensor? offsets=None, Tensor? slot_row=None, *, bool weight_on_input=False, str gate_up_layout="linear",'
     ' str down_layout="linear", float alpha=1., float? limit=None, float up_shift=0.) ->'
     " (Tensor, Tensor, Tensor, Tensor)",
 }
@@ -121,7 +115,6 @@ def test_results_have_the_shapes_and_may_be_changed_in_place(backend):
         "f16a_nvfp4weight_grouped_mm_combine": (rows, *weight, offsets, slot_row),
         "f16a_nvfp4weight_moe_experts": (x, ids, torch.rand(3, 2), *weight, *down),
         "f16a_nvfp4weight_moe_experts_lora": (x, ids, torch.rand(3, 2), *weight, *down),
-        "f16a_nvfp4weight_moe_experts_lora_kept": (x, ids, torch.rand(3, 2), *weight, *down),
         "moe_combine": (rows, offsets, slot_row),
         "nvfp4_fake_quantize": (torch.randn(4, 32, 48),),
     }

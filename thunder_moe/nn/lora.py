@@ -1,4 +1,4 @@
-"""LoRA on linears of experts and on 4-bit dense ones: classes that are made in place of their base classes.
+"""Add LoRA adapters to linears of experts and to 4-bit dense ones: subclasses that take the place of their classes.
 Called by thunder_moe.lora, which adds them, and by integrations.huggingface; calls nn.grouped_linear, nn.quantized,
 nn.linear.
 
@@ -38,7 +38,7 @@ __all__ = [
 
 @dataclass(frozen=True)
 class LoRASpec:
-    """What an adapter of a linear is besides its two parameters.
+    """The numbers of an adapter beside its two parameters.
 
     Attributes:
         rank: r.
@@ -85,7 +85,7 @@ def read_record(record: Tensor, names: Iterable[str]) -> tuple[dict[str, LoRASpe
 
 
 def _record_in(state_dict: Any, prefix: str) -> tuple[dict[str, LoRASpec], tuple[str, ...]] | None:
-    """What `read_record` returns for the linear of a prefix; None where a state dict has no record of it."""
+    """Return `read_record` of the linear of a prefix; None where a state dict has no record of it."""
     record, start = state_dict.get(f"{prefix}lora_specs"), f"{prefix}lora_A."
     if record is None or record.is_meta:
         return None
@@ -93,7 +93,7 @@ def _record_in(state_dict: Any, prefix: str) -> tuple[dict[str, LoRASpec], tuple
 
 
 class LoRALinear(nn.Module):
-    """What a linear with adapters has besides its base class; of dense ones E is 1.
+    """A mixin: the adapters of a linear of experts, or of a dense linear, for which E is 1.
 
     Attributes:
         lora_A: parameters (E, P r, K) by adapter's name; (1, P r, K) where the experts share it.
@@ -138,8 +138,10 @@ class LoRALinear(nn.Module):
         return torch.tensor(rows, dtype=torch.float64, device="cpu") if rows else None
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """As that of every module, with `lora_record` as "lora_specs". Adapters that are merged are left out, and
-        "lora_merged" has their names, joined by ".": uint8 of UTF-8."""
+        """Return the state dict, with `lora_record` as "lora_specs".
+
+        Merged adapters are left out, and "lora_merged" has their names, joined by ".": uint8 of UTF-8.
+        """
         found = super().state_dict(*args, **kwargs)
         prefix = kwargs.get("prefix") or (args[1] if len(args) > 1 else "")
         for name in self.lora_merged:
@@ -192,23 +194,36 @@ class LoRALinear(nn.Module):
                 return f"got an adapter {name!r} of {new}, wanted {own}, as add_lora_ has made it"
         return None
 
-    def plus_lora(self, y: Tensor, x: Tensor, offsets: Tensor) -> Tensor:
-        """y (M, N) plus what the active adapters make of x (M, K), in y's dtype."""
-        x = x.to(y.dtype)
-        if self.lora_drops_out():
-            for name in self.lora_active:
-                dropped = F.dropout(x, self.lora_specs[name].dropout, self.training)
-                y = y + self._low_rank(dropped, self.lora_pair(y.dtype, (name,)), offsets)
-            return y
-        pair = self.lora_pair(y.dtype)
-        return y if pair is None else y + self._low_rank(x, pair, offsets)
+    def plus_lora(self, y: Tensor, x: Tensor, offsets: Tensor | None = None) -> Tensor:
+        """Add what the active adapters make of x (..., K) to y (..., N), in y's dtype.
+
+        Args:
+            y: the linear's result.
+            x: its input.
+            offsets: the row ends of the experts; None for a dense linear.
+        """
+        x, drops = x.to(y.dtype), self.lora_drops_out()
+        for names in [(name,) for name in self.lora_active] if drops else [self.lora_active]:
+            pair = self.lora_pair(y.dtype, names)
+            if pair is not None:
+                rows = F.dropout(x, self.lora_specs[names[0]].dropout, self.training) if drops else x
+                y = y + self._low_rank(rows, *pair, offsets).to(y.dtype)
+        return y
+
+    def _low_rank(self, x: Tensor, a: Tensor, b: Tensor, offsets: Tensor | None) -> Tensor:
+        assert offsets is not None
+        linear = linear_operator(x)
+        return linear(linear(x, a, offsets, None, None), b, offsets, None, None)
 
     def lora_drops_out(self) -> bool:
-        """Whether an active adapter has a dropout now."""
+        """Return whether an active adapter has a dropout now."""
         return self.training and any(self.lora_specs[name].dropout > 0 for name in self.lora_active)
 
     def lora_pair(self, dtype: torch.dtype, names: tuple[str, ...] | None = None) -> tuple[Tensor, Tensor] | None:
-        """A (E, R, K) and scaled B (E, N, R) of some adapters together, the active ones by default; None for none."""
+        """Return A (E, R, K) and scaled B (E, N, R) of these adapters together, by default the active ones.
+
+        None where there are none.
+        """
         pairs = [self._pair(name) for name in (self.lora_active if names is None else names)]
         if not pairs:
             return None
@@ -219,7 +234,7 @@ class LoRALinear(nn.Module):
         return a.to(dtype), b.to(dtype)
 
     def lora_delta(self, names: tuple[str, ...]) -> Tensor:
-        """float32 (E, N, K): what some adapters, at least one, add to the weight."""
+        """Return what some adapters, at least one, add to the weight: float32 (E, N, K)."""
         pair = self.lora_pair(torch.float32, names)
         assert pair is not None
         return pair[1] @ pair[0]
@@ -237,12 +252,6 @@ class LoRALinear(nn.Module):
             b = torch.cat(rows, 1)
         a, b = (each.expand(self.num_experts, -1, -1) if each.shape[0] == 1 else each for each in (a, b))
         return a, b
-
-    @staticmethod
-    def _low_rank(x: Tensor, pair: tuple[Tensor, Tensor] | None, offsets: Tensor) -> Tensor:
-        assert pair is not None
-        linear = linear_operator(x)
-        return linear(linear(x, pair[0], offsets, None, None), pair[1], offsets, None, None)
 
     def extra_repr(self) -> str:
         named = (f"{name} (rank {spec.rank})" for name, spec in self.lora_specs.items())
@@ -264,7 +273,7 @@ class LoRAGroupedLinear(LoRALinear, GroupedLinear):
         out: Tensor | None = None,
         grad_input: Tensor | None = None,
     ) -> Tensor:
-        """As `GroupedLinear.forward`, plus the active adapters.
+        """Return the result of `GroupedLinear.forward` plus that of the active adapters.
 
         Raises:
             ValueError: as there, and for a buffer.
@@ -283,12 +292,12 @@ class NVFP4LoRAGroupedLinear(LoRALinear, NVFP4GroupedLinear):
     lora_to_restore = False  # whether `dequantized` is to have the active adapters in it
 
     def forward(self, x: Tensor, offsets: Tensor, bias_scale: Tensor | None = None) -> Tensor:
-        """As `NVFP4GroupedLinear.forward`, plus the active adapters."""
+        """Return the result of `NVFP4GroupedLinear.forward` plus that of the active adapters."""
         y = NVFP4GroupedLinear.forward(self, x, offsets, bias_scale)
         return self.plus_lora(y, x, offsets)
 
     def dequantized(self) -> list[Tensor]:
-        """As `NVFP4GroupedLinear.dequantized`, with `lora_to_restore` plus the active adapters, rounded once."""
+        """Return the weights in 16 bits; with `lora_to_restore` plus the active adapters, rounded once."""
         if not self.lora_to_restore or not self.lora_active:
             return super().dequantized()
         total = dequantize(self.packed_weight.to_layout("linear"), torch.float32) + self.lora_delta(self.lora_active)
@@ -297,38 +306,28 @@ class NVFP4LoRAGroupedLinear(LoRALinear, NVFP4GroupedLinear):
 
 
 class LoRADense(LoRALinear):
-    """What a dense linear with adapters has besides its base class."""
+    """A mixin: the adapters of a dense linear."""
 
     num_experts = 1
     lora_unmerged: PackedWeight | None
 
-    def plus_dense(self, y: Tensor, x: Tensor) -> Tensor:
-        """y (..., N) plus what the active adapters make of x (..., K), in y's dtype."""
-        if not self.lora_active:
-            return y
-        x = x.to(y.dtype)
-        drops = self.lora_drops_out()
-        for names in [(name,) for name in self.lora_active] if drops else [self.lora_active]:
-            pair = self.lora_pair(y.dtype, names)
-            assert pair is not None
-            rows = F.dropout(x, self.lora_specs[names[0]].dropout, self.training) if drops else x
-            y = y + F.linear(F.linear(rows, pair[0][0]), pair[1][0]).to(y.dtype)
-        return y
+    def _low_rank(self, x: Tensor, a: Tensor, b: Tensor, offsets: Tensor | None) -> Tensor:
+        return F.linear(F.linear(x, a[0]), b[0])
 
 
 class NVFP4LoRALinear(LoRADense, NVFP4Linear):
     """`NVFP4Linear` with adapters, as `thunder_moe.add_lora_` makes it."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """As `NVFP4Linear.forward`, plus the active adapters."""
-        return self.plus_dense(NVFP4Linear.forward(self, x), x)
+        """Return the result of `NVFP4Linear.forward` plus that of the active adapters."""
+        return self.plus_lora(NVFP4Linear.forward(self, x), x)
 
 
 class NVFP4LoRALinearPart(LoRADense, NVFP4LinearPart):
     """`NVFP4LinearPart` with adapters, as `thunder_moe.add_lora_` makes it."""
 
     def _load_from_state_dict(self, *args: Any) -> None:
-        """As `LoRALinear` does; the stack leaves its weight as it is where this part refuses the state dict."""
+        """Load as `LoRALinear` does; the stack leaves its weight unchanged where this part refuses the state dict."""
         error_msgs = args[-1]
         known = len(error_msgs)
         super()._load_from_state_dict(*args)
@@ -336,5 +335,5 @@ class NVFP4LoRALinearPart(LoRADense, NVFP4LinearPart):
             self.stack._refused_in = error_msgs
 
     def forward(self, x: Tensor) -> Tensor:
-        """As `NVFP4LinearPart.forward`, plus the active adapters."""
-        return self.plus_dense(NVFP4LinearPart.forward(self, x), x)
+        """Return the result of `NVFP4LinearPart.forward` plus that of the active adapters."""
+        return self.plus_lora(NVFP4LinearPart.forward(self, x), x)

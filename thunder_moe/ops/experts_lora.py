@@ -1,12 +1,12 @@
-"""The operator thunder_moe::f16a_nvfp4weight_moe_experts_lora: a layer's experts on packed weights plus LoRA adapters.
-There is one for MXFP8 weights, too, beside which the adapters' products are GEMMs of their own.
+"""Register thunder_moe::f16a_nvfp4weight_moe_experts_lora: a layer's experts on packed weights plus LoRA adapters.
+Its form for MXFP8 weights computes the adapters' products by GEMMs of their own.
 Called by integrations.huggingface; calls the operators of ops.grouped_mm, ops.low_rank, ops.grouped_linear,
 ops.activation and ops.combine, in both directions.
 
 route -> gather -> gate_up GEMM + (x A^T) B^T -> activation times router's weights -> down GEMM + (h A^T) B^T -> combine
 
-The operator keeps nothing between hidden_states and the result for its backward, which computes gate and up again; its
-other form and `moe_experts_lora` keep these two, and the products of rank R.
+The operator returns gate and up, and the products of rank R, beside the result: its backward reads them. Gradient
+checkpointing computes them again where memory is short.
 
 Legend: T tokens, A = top_k, M = T * A rows sorted by expert, E experts, H hidden_size, I intermediate_size, R rank.
 """
@@ -25,17 +25,12 @@ from thunder_moe.formats.weight import PackedWeight, WeightOperands
 from thunder_moe.ops import activation, combine, low_rank, route  # noqa: F401  (registers the operators)
 from thunder_moe.ops.experts import check_experts, check_order
 from thunder_moe.ops.grouped_mm import gemm_and_dgrad, operands
-from thunder_moe.ops.operator import OPERATORS, Operator, name_in, weight_operator
+from thunder_moe.ops.operator import OPERATORS, name_in, weight_operator
 from thunder_moe.routing import gather_rows, scale_of_rows
 
 __all__ = ["f16a_mxfp8weight_moe_experts_lora", "f16a_nvfp4weight_moe_experts_lora", "moe_experts_lora"]
 
-Kept = tuple[Tensor, Tensor | None, Tensor | None]  # gate and up (M, 2I), the products with gate_up_a and down_a (M, R)
 LORA_NAMES = ("gate_up_a", "gate_up_b", "down_a", "down_b")
-
-
-def _shapes(hidden_states: Tensor, *_: Any, **__: Any) -> tuple[tuple[int, int]]:
-    return ((hidden_states.shape[0], hidden_states.shape[1]),)
 
 
 def _check(
@@ -68,7 +63,7 @@ def _check_values(hidden_states: Tensor, expert_ids: Tensor, *arguments: Tensor 
 def _gemm(
     rows: Tensor, weight: WeightOperands, layout: str, inner: Tensor | None, b: Tensor | None, offsets: Tensor
 ) -> Tensor:
-    """The GEMM of a packed weight plus inner x b, (M, N); inner: (M, R), rows x a."""
+    """Return the GEMM of a packed weight plus inner x b, (M, N); inner: (M, R), rows x a."""
     ops, (gemm, _) = torch.ops.thunder_moe, gemm_and_dgrad(weight, offsets, layout)
     if inner is None or b is None:
         return gemm(rows)
@@ -83,7 +78,7 @@ def _gemm(
 def _gather(
     tokens: Tensor, row_slot: Tensor, matrix: Tensor | None, offsets: Tensor, transposed: bool = False
 ) -> tuple[Tensor, Tensor | None]:
-    """The rows (M, K) of tokens; with a matrix (E, R, K), transposed (E, K, R), their product (M, R)."""
+    """Return the rows (M, K) of tokens; with a matrix (E, R, K), transposed (E, K, R), their product (M, R), too."""
     if matrix is None:
         return gather_rows(tokens, row_slot), None
     rows, product = torch.ops.thunder_moe.moe_gather_low_rank(tokens, row_slot, matrix, offsets, transposed)
@@ -93,7 +88,7 @@ def _gather(
 def _dgrad(
     grad: Tensor, weight: WeightOperands, layout: str, a: Tensor | None, outer: Tensor | None, offsets: Tensor
 ) -> Tensor:
-    """The gradient (M, K) of the rows of `_gemm`; outer: (M, R), that of rows x a."""
+    """Return the gradient (M, K) of the rows of `_gemm`; outer: (M, R), the gradient of rows x a."""
     ops, (_, dgrad) = torch.ops.thunder_moe, gemm_and_dgrad(weight, offsets, layout)
     if a is None or outer is None:
         return dgrad(grad)
@@ -105,43 +100,19 @@ def _dgrad(
     return out
 
 
-def _before_down(
-    hidden: Tensor, factors: Tensor, order: Any, weight: WeightOperands, layout: str, a: Tensor | None,
-    b: Tensor | None, bias: Tensor | None, weight_on_input: bool,
-) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    """Gate and up (M, 2I), and the rows' product with gate_up_a."""
-    ops, (row_slot, offsets, _) = torch.ops.thunder_moe, order
-    rows, inner = _gather(hidden, row_slot, None if weight_on_input else a, offsets)
-    if weight_on_input:
-        rows = (rows * factors[:, None]).to(rows.dtype)
-        inner = None if a is None else ops.grouped_linear(rows, a, offsets)
-    pre = _gemm(rows, weight, layout, inner, b, offsets)
-    return pre if bias is None else ops.grouped_bias(pre, offsets, bias), inner
-
-
 def _gradient(
     grad: Tensor, hidden_states: Tensor, expert_ids: Tensor, expert_weights: Tensor, gate_up: WeightOperands,
-    down: WeightOperands, gate_up_a: Tensor | None = None, gate_up_b: Tensor | None = None,
-    down_a: Tensor | None = None, down_b: Tensor | None = None, gate_up_bias: Tensor | None = None,
-    down_bias: Tensor | None = None, row_slot: Tensor | None = None, offsets: Tensor | None = None,
-    slot_row: Tensor | None = None, *, needs: Any, weight_on_input: bool = False, gate_up_layout: str = LINEAR,
-    down_layout: str = LINEAR, kept: Kept | None = None, **form: Any,
+    down: WeightOperands, gate_up_a: Tensor | None, gate_up_b: Tensor | None, down_a: Tensor | None,
+    down_b: Tensor | None, gate_up_bias: Tensor | None, down_bias: Tensor | None, row_slot: Tensor | None,
+    offsets: Tensor | None, slot_row: Tensor | None, pre: Tensor, inner: Tensor, of_activated: Tensor, *, needs: Any,
+    weight_on_input: bool = False, gate_up_layout: str = LINEAR, down_layout: str = LINEAR, **form: Any,
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
-    """`kept`: what the forward has kept."""
     ops = torch.ops.thunder_moe
     if row_slot is None or offsets is None or slot_row is None:
         row_slot, offsets, slot_row = ops.moe_route(expert_ids, gate_up.codes.shape[0])
     of_hidden, of_weights, of_gate_up_a, of_gate_up_b, of_down_a, of_down_b, of_gate_up_bias, of_down_bias = needs
     of_rows = scale_of_rows(expert_weights, row_slot)
     assert of_rows is not None
-    if kept is None:
-        pre, inner = _before_down(
-            hidden_states, of_rows, (row_slot, offsets, slot_row), gate_up, gate_up_layout, gate_up_a, gate_up_b,
-            gate_up_bias, weight_on_input,
-        )  # fmt: skip
-        of_activated = None
-    else:
-        pre, inner, of_activated = kept
     factors = None if weight_on_input else of_rows
     grad_out, outer = _gather(grad.contiguous(), row_slot, down_b, offsets, True)  # [M, H], [M, R]
     grads: dict[str, Tensor] = {}
@@ -151,7 +122,7 @@ def _gradient(
     of_scales, activated = of_weights and factors is not None, None
     if before:
         grad_rows = _dgrad(grad_out, down, down_layout, down_a, outer, offsets)
-        if of_down_a or (of_down_b and of_activated is None):
+        if of_down_a:
             grad_pre, grad_factors, activated = ops.swiglu_backward_and_value(
                 grad_rows, pre, factors, offsets, of_scales, **form
             )
@@ -160,16 +131,13 @@ def _gradient(
                 grad_rows, pre, factors, offsets, True, of_scales, **form
             )
         del grad_rows
-    elif down_a is not None:
+    elif of_down_a:
         activated = ops.scaled_activation(pre, factors, offsets, **form)
     del pre
-    if down_a is not None and down_b is not None:
-        if of_down_a:
-            grads["down_a"] = ops.grouped_linear_wgrad(activated, outer, offsets)
-        if of_down_b:
-            if of_activated is None:
-                of_activated = ops.grouped_linear(activated, down_a, offsets)
-            grads["down_b"] = ops.grouped_linear_wgrad(of_activated, grad_out, offsets)
+    if down_a is not None and of_down_a:
+        grads["down_a"] = ops.grouped_linear_wgrad(activated, outer, offsets)
+    if down_a is not None and of_down_b:
+        grads["down_b"] = ops.grouped_linear_wgrad(of_activated, grad_out, offsets)
     del activated
     if before:
         if of_weights and factors is not None:
@@ -204,13 +172,30 @@ def _gradient(
 
 
 def _of_slots(of_row: Tensor, offsets: Tensor, slot_row: Tensor) -> Tensor:
-    """(M,) -> (T, A): what each slot's row has, 0 for slots without one."""
+    """Return the value (T, A) of each slot's row, from (M,); 0 for slots without a row."""
     live = (slot_row >= 0) & (slot_row < offsets[-1])
     picked: Tensor = of_row[slot_row.clamp_min(0).long()] if of_row.shape[0] else of_row.new_zeros(slot_row.shape)
     return torch.where(live, picked, 0)
 
 
-def _compute(
+def _shapes(
+    hidden_states: Tensor, expert_ids: Tensor, expert_weights: Tensor, gate_up: WeightOperands, down: WeightOperands,
+    gate_up_a: Tensor | None = None, gate_up_b: Tensor | None = None, down_a: Tensor | None = None, *_: Any, **__: Any,
+) -> tuple[tuple[int, ...], ...]:  # fmt: skip
+    rows = expert_ids.shape[0] * expert_ids.shape[1]
+    products = ((0, 0) if a is None else (rows, a.shape[1]) for a in (gate_up_a, down_a))
+    return tuple(hidden_states.shape), (rows, gate_up.codes.shape[2]), *products
+
+
+@weight_operator(
+    shapes=_shapes,
+    check=_check,
+    check_values=_check_values,
+    gradient=_gradient,
+    differentiable=("hidden_states", "expert_weights", *LORA_NAMES, "gate_up_bias", "down_bias"),
+    saved_results=slice(1, 4),
+)
+def f16a_nvfp4weight_moe_experts_lora(
     hidden_states: Tensor,
     expert_ids: Tensor,
     expert_weights: Tensor,
@@ -232,34 +217,7 @@ def _compute(
     alpha: float = 1.0,
     limit: float | None = None,
     up_shift: float = 0.0,
-) -> tuple[Tensor, Any, Kept]:
-    """Return the result, the order of rows, and what `_gradient` can use; its parameters are those of the operators."""
-    ops, order = torch.ops.thunder_moe, (row_slot, offsets, slot_row)
-    if row_slot is None or offsets is None or slot_row is None:
-        order = row_slot, offsets, slot_row = ops.moe_route(expert_ids, gate_up.codes.shape[0])
-    factors = scale_of_rows(expert_weights, row_slot)
-    assert factors is not None
-    pre, inner = _before_down(
-        hidden_states, factors, order, gate_up, gate_up_layout, gate_up_a, gate_up_b, gate_up_bias, weight_on_input
-    )
-    after = None if weight_on_input else factors
-    activated = ops.scaled_activation(pre, after, offsets, alpha=alpha, limit=limit, up_shift=up_shift)
-    of_activated = None if down_a is None else ops.grouped_linear(activated, down_a, offsets)
-    out = _gemm(activated, down, down_layout, of_activated, down_b, offsets)
-    if down_bias is not None:
-        out = ops.grouped_bias(out, offsets, down_bias, after)
-    return ops.moe_combine(out, offsets, slot_row), order, (pre, inner, of_activated)
-
-
-@weight_operator(
-    shapes=_shapes,
-    check=_check,
-    check_values=_check_values,
-    gradient=_gradient,
-    differentiable=("hidden_states", "expert_weights", *LORA_NAMES, "gate_up_bias", "down_bias"),
-    signature_of=_compute,
-)
-def f16a_nvfp4weight_moe_experts_lora(*arguments: Any, **options: Any) -> Tensor:
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """`f16a_nvfp4weight_moe_experts` with a low-rank term beside each weight: ``W x + B (A x)``.
 
     Differentiable in hidden_states, expert_weights, the adapters and the biases. The arguments are those of
@@ -272,101 +230,57 @@ def f16a_nvfp4weight_moe_experts_lora(*arguments: Any, **options: Any) -> Tensor
         down_b: (E, H, R), likewise.
 
     Returns:
-        (T, H) in the dtype of hidden_states.
+        (T, H) in the dtype of hidden_states, and what its backward reads, which has no gradient: gate and up (M, 2I),
+        the products of the rows with gate_up_a (M, R) and of the activation with down_a (M, R), (0, 0) without a pair.
 
     Raises:
         ValueError: an operand has the wrong rank, shape, dtype or device, or one of a pair is missing.
     """
-    return _compute(*arguments, **options)[0]
-
-
-def _kept_shapes(
-    hidden_states: Tensor, expert_ids: Tensor, expert_weights: Tensor, gate_up: WeightOperands, *rest: Any, **_: Any
-) -> tuple[tuple[int, ...], ...]:
-    ranks = [0 if a is None else a.shape[1] for a in (*rest, *(None,) * 8)[1:5:2]]
-    rows = expert_ids.shape[0] * expert_ids.shape[1]
-    products = ((rows if rank else 0, rank) for rank in ranks)
-    return tuple(hidden_states.shape), (rows, gate_up.codes.shape[2]), *products
-
-
-def _kept_gradient(grad: Tensor, *saved: Any, needs: Any, **options: Any) -> tuple[Tensor | None, ...]:
-    *args, pre, inner, of_activated = saved
-    return _gradient(grad, *args, needs=needs, kept=(pre, inner, of_activated), **options)
-
-
-@weight_operator(
-    shapes=_kept_shapes,
-    check=_check,
-    check_values=_check_values,
-    gradient=_kept_gradient,
-    differentiable=("hidden_states", "expert_weights", *LORA_NAMES, "gate_up_bias", "down_bias"),
-    saved_results=slice(1, 4),
-    signature_of=_compute,
-)
-def f16a_nvfp4weight_moe_experts_lora_kept(*arguments: Any, **options: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """`f16a_nvfp4weight_moe_experts_lora`, and what its backward uses: gate and up (M, 2I), and the products of the
-    rows with gate_up_a and of the activation with down_a (M, R).
-
-    For compiled graphs, which keep these; the last two are empty without adapters. Only the first has a gradient.
-    """
-    out, _, (pre, *inner) = _compute(*arguments, **options)
-    first, second = (out.new_empty(0, 0) if each is None else each for each in inner)
-    return out, pre, first, second
-
-
-class _Keeping(torch.autograd.Function):
-    """An operator's autograd where gate and up are kept: (the operator, options, *its arguments) -> its result."""
-
-    @staticmethod
-    def forward(ctx: Any, operator: Operator, options: dict[str, Any], *args: Any) -> Tensor:
-        out, order, kept = _compute(*operator.described(args), **options)
-        ctx.save_for_backward(*args[:-3], *order, *kept)
-        ctx.operator, ctx.options = operator, options
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        needs = [ctx.needs_input_grad[2 + position] for position in ctx.operator.positions]
-        saved = ctx.saved_tensors  # once: a checkpoint without reentrance gives them once
-        grads = _kept_gradient(grad, *ctx.operator.described(saved), needs=needs, **ctx.options)
-        of = dict(zip(ctx.operator.positions, grads, strict=True))
-        return None, None, *(of.get(position) for position in range(len(saved) - 3))
+    ops = torch.ops.thunder_moe
+    if row_slot is None or offsets is None or slot_row is None:
+        row_slot, offsets, slot_row = ops.moe_route(expert_ids, gate_up.codes.shape[0])
+    factors = scale_of_rows(expert_weights, row_slot)
+    assert factors is not None
+    rows, inner = _gather(hidden_states, row_slot, None if weight_on_input else gate_up_a, offsets)
+    if weight_on_input:
+        rows = (rows * factors[:, None]).to(rows.dtype)
+        inner = None if gate_up_a is None else ops.grouped_linear(rows, gate_up_a, offsets)
+    pre = _gemm(rows, gate_up, gate_up_layout, inner, gate_up_b, offsets)
+    del rows
+    pre = pre if gate_up_bias is None else ops.grouped_bias(pre, offsets, gate_up_bias)
+    after = None if weight_on_input else factors
+    activated = ops.scaled_activation(pre, after, offsets, alpha=alpha, limit=limit, up_shift=up_shift)
+    of_activated = None if down_a is None else ops.grouped_linear(activated, down_a, offsets)
+    out = _gemm(activated, down, down_layout, of_activated, down_b, offsets)
+    if down_bias is not None:
+        out = ops.grouped_bias(out, offsets, down_bias, after)
+    result = ops.moe_combine(out, offsets, slot_row)
+    first, second = (result.new_empty(0, 0) if each is None else each for each in (inner, of_activated))
+    return result, pre, first, second
 
 
 f16a_mxfp8weight_moe_experts_lora = OPERATORS["f16a_mxfp8weight_moe_experts_lora"].public
 
 
 def moe_experts_lora(
-    inputs: tuple[Tensor, Tensor, Tensor], gate_up: PackedWeight, down: PackedWeight, *rest: Tensor | None, keep: bool,
+    inputs: tuple[Tensor, Tensor, Tensor], gate_up: PackedWeight, down: PackedWeight, *rest: Tensor | None,
     **options: Any,
 ) -> Tensor:  # fmt: skip
-    """The operator of the weights' format; with `keep`, gate and up stay for the backward.
-
-    That is 2I values for each row, and a GEMM less.
+    """Call the operator of the weights' format, and return its first result.
 
     Args:
         inputs: hidden_states, expert_ids, expert_weights.
         gate_up: (E, 2I, H).
         down: (E, H, I), in the same format.
         *rest: the operator's other nine tensors.
-        keep: see above.
         **options: the operator's, without the layouts.
     """
-    options |= dict(gate_up_layout=gate_up.layout, down_layout=down.layout)
-    name = name_in("f16a_nvfp4weight_moe_experts_lora", gate_up.format)
     adapters_and_biases, order = rest[:6], rest[6:]
-    if keep and torch.is_grad_enabled() and torch.compiler.is_compiling():
-        if order[0] is None:  # the backward reads it, too
-            order = torch.ops.thunder_moe.moe_route(inputs[1], gate_up.shape[0])
-        run = getattr(torch.ops.thunder_moe, f"{name}_kept")
-        kept: tuple[Tensor, ...] = run(
-            *inputs, *operands(gate_up), *operands(down), *adapters_and_biases, *order, **options
-        )
-        return kept[0]
-    args = *inputs, *operands(gate_up), *operands(down), *adapters_and_biases, *order
-    if keep and torch.is_grad_enabled():
-        _check_values(*OPERATORS[name].check(*args, **options))
-        kept_out: Tensor = _Keeping.apply(OPERATORS[name], options, *args)  # type: ignore[no-untyped-call]
-        return kept_out
-    out: Tensor = getattr(torch.ops.thunder_moe, name)(*args, **options)
-    return out
+    if order[0] is None:  # the backward reads it, too
+        order = torch.ops.thunder_moe.moe_route(inputs[1], gate_up.shape[0])
+    run = getattr(torch.ops.thunder_moe, name_in("f16a_nvfp4weight_moe_experts_lora", gate_up.format))
+    results: tuple[Tensor, ...] = run(
+        *inputs, *operands(gate_up), *operands(down), *adapters_and_biases, *order,
+        gate_up_layout=gate_up.layout, down_layout=down.layout, **options,
+    )  # fmt: skip
+    return results[0]

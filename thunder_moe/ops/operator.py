@@ -210,19 +210,23 @@ class Operator:
             return self._dtype(*args, **options)
         return (self._dtype,) * len(self.shapes(*args, **options))
 
-    def backward(self, grad: Tensor, *args: Any, needs: Sequence[bool] | None = None, **options: Any) -> Gradients:
-        """Gradient of the result -> those of `differentiable` that `needs` asks for (None: all).
+    def backward(
+        self, grad: Tensor, *args: Any, results: Sequence[Tensor] = (), needs: Sequence[bool] | None = None,
+        **options: Any,
+    ) -> Gradients:  # fmt: skip
+        """Gradient of the first result -> those of `differentiable` that `needs` asks for (None: all); `results`: those
+        that `saved_results` says.
 
         Raises:
             ValueError: as the operator, and for a grad that is not of its result's shape.
         """
         assert self._gradient is not None
-        described = self.check(*args, **options)
+        described = self.check(*args, *self._defaults[len(args) :], **options)
         self._check_values(*described, **options)
-        (shape,) = self._shapes(*described, **options)
+        shape, *_ = self._shapes(*described, **options)
         require(tuple(grad.shape) == shape, "grad", grad, f"shape {shape}")
         needs = (True,) * len(self.positions) if needs is None else needs
-        return self._gradient(grad, *described[self._saved], needs=needs, **options)
+        return self._gradient(grad, *described[self._saved], *results, needs=needs, **options)
 
     def _dispatch(self, keys: torch._C.DispatchKeySet, *args: Any, **options: Any) -> Any:
         """The kernel of the autograd key: the shortest way where there is no gradient and nothing else to dispatch."""
@@ -343,6 +347,9 @@ def _autograd_function(operator: Operator) -> type[torch.autograd.Function]:
                 below = keys & torch._C._after_autograd_keyset
                 results = operator._overload.redispatch(below, *args, **options)
             operator._save(ctx, args, options, results)
+            if isinstance(results, tuple) and (kept := results[operator._saved_results]):
+                ctx.mark_non_differentiable(*kept)
+                ctx.set_materialize_grads(False)  # which would be zeros of their sizes
             return results
 
         @staticmethod

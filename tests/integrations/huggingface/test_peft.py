@@ -470,11 +470,21 @@ def test_layers_to_transform_are_attentions_too():
         (dict(modules_to_save=["mlp"]), "modules_to_save: got 'mlp', which has the 4-bit weights of"),
         (dict(target_modules=["gate_proj", "up_proj"], rank_pattern={"up_proj": 2}), r"several .rank, alpha.*, 8.*, 8"),
         (dict(target_modules=["experts.0.down_proj"]), "names 1 of 8 projections"),
+        (dict(target_parameters=EXPERTS, rank_pattern={"experts.down_proj": 0}), "rank: got 0, wanted a positive"),
     ],
 )
 def test_options_that_experts_do_not_have(options, what):
+    model = quantized()
     with pytest.raises(ValueError, match=what):
-        get_peft_model(quantized(), peft.LoraConfig(r=4, lora_alpha=8, **options))
+        get_peft_model(model, peft.LoraConfig(r=4, lora_alpha=8, **options))
+    assert not lora_linears(model)
+
+
+def test_other_tuners_are_refused():
+    """AdaLoRA would change the ranks of PEFT's layers alone."""
+    config = peft.AdaLoraConfig(target_modules=["q_proj", "gate_proj", "up_proj", "down_proj"], total_step=10)
+    with pytest.raises(ValueError, match="peft_config: got .*ADALORA, wanted a LoraConfig"):
+        get_peft_model(quantized(), config)
 
 
 def test_filling_an_adapter(tmp_path):

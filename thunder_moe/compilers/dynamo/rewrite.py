@@ -62,8 +62,8 @@ _QUANTIZED: dict[Any, tuple[tuple[int, str], ...]] = {
 }
 _QUANTIZED |= {getattr(_OPS, name).default: decisions for name, decisions in EXPERTS.items()}
 for _format, _known in BLOCK_FORMATS.items():
-    for _with_lora in (f"f16a_{_format}weight_moe_experts_lora", f"f16a_{_format}weight_moe_experts_lora_kept"):
-        _QUANTIZED[getattr(_OPS, _with_lora).default] = ((3, _format), (3 + len(_known.fields), _format))
+    _with_lora = getattr(_OPS, f"f16a_{_format}weight_moe_experts_lora").default
+    _QUANTIZED[_with_lora] = ((3, _format), (3 + len(_known.fields), _format))
 
 
 @dataclass(frozen=True, eq=False)

@@ -298,16 +298,18 @@ def moe_of_format(format: str) -> Callable[..., TensorProxy]:
     return experts
 
 
-def _gradient(symbol: Symbol, backward: Symbol) -> Callable[..., TensorProxy]:
+def _gradient(symbol: Symbol, backward: Symbol) -> Callable[..., Any]:
     operator = OPERATORS[symbol.name]
 
-    def gradient(*args: Any, activation_amax: float | None = None, **options: Any) -> TensorProxy:
+    def gradient(*args: Any, activation_amax: float | None = None, **options: Any) -> Any:
         more = {} if activation_amax is None else dict(activation_amax=activation_amax)
-        out = symbol(*args, **options, **more)
-        grads = backward(get_grad(out), *args, **options)
+        results = symbol(*args, **options, **more)
+        several = isinstance(results, tuple)
+        out, kept = (results[0], dict(results=results[1:])) if several else (results, {})
+        grads = backward(get_grad(out), *args, **options, **kept)
         for argument, grad in zip(_differentiable(operator, args), grads, strict=True):
             put_grad(argument, grad)
-        return out
+        return results
 
     return gradient
 

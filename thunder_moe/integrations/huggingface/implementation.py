@@ -27,7 +27,6 @@ from thunder_moe.integrations.huggingface.forms import (
     stored_weights,
 )
 from thunder_moe.nn.autocast import autocast_rows
-from thunder_moe.nn.linear import traced_by_thunder
 from thunder_moe.nn.lora import LoRALinear
 from thunder_moe.ops.experts import moe_experts
 from thunder_moe.ops.experts_lora import moe_experts_lora
@@ -76,7 +75,7 @@ def run_experts(
         out: Tensor = moe_experts_lora(
             inputs, gate_up, down, *pairs[0], *pairs[1], gate_up_bias, down_bias, *(order or (None, None, None)),
             weight_on_input=form.weight_on_input, alpha=form.swiglu.alpha, limit=form.swiglu.limit,
-            up_shift=form.swiglu.up_shift, keep=not traced_by_thunder(),
+            up_shift=form.swiglu.up_shift,
         )  # fmt: skip
         return out
     if form.swiglu is not None and not form.post_norm and not dropping:

@@ -1,5 +1,4 @@
-"""PEFT with 4-bit experts and 4-bit dense layers: `get_peft_model` and `load_peft_model` give a PeftModel with adapters
-of these, too.
+"""Make PeftModels whose 4-bit experts and dense layers have adapters, too: `get_peft_model` and `load_peft_model`.
 Called by users, Trainer and TRL; calls thunder_moe.lora for what is 4-bit, PEFT for all else, lora_files for the files.
 
 config -> the 4-bit linears that it names get `add_lora_` -> PEFT gets what is left of it -> one PeftModel
@@ -8,7 +7,6 @@ config -> the 4-bit linears that it names get `add_lora_` -> PEFT gets what is l
 from __future__ import annotations
 
 import copy
-import functools
 import json
 import logging
 import math
@@ -16,6 +14,7 @@ import re
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from os import PathLike
 from pathlib import Path
 from typing import Any, cast
 
@@ -28,31 +27,27 @@ from thunder_moe.integrations.huggingface.lora_files import (
     FOREIGN,
     WEIGHTS,
     Adapter,
-    DenseTarget,
-    Target,
     adapters,
-    dense_adapters,
-    dense_targets,
-    is_named,
-    is_of_4_bits,
+    encode,
     no_adapter,
     numbers,
-    only,
     pattern,
+    rank_and_alpha,
     read_adapter,
-    save_lora,
     set_adapter_,
-    targets,
     write_adapter,
 )
-from thunder_moe.integrations.huggingface.lora_tuner import TunerWithExperts, kept_, names_of, refuse_changed, use
-from thunder_moe.lora import add_lora_, is_dense, lora_linears, use_lora_
+from thunder_moe.integrations.huggingface.lora_targets import Target, is_named, is_of_4_bits, targets
+from thunder_moe.lora import add_by_name_, is_dense, lora_linears, scaling_of, use_lora_
+from thunder_moe.nn.lora import LoRASpec
 from thunder_moe.nn.packed import NVFP4Module
 
 try:
     import peft
     from peft.tuners.tuners_utils import BaseTunerLayer
     from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
+
+    from thunder_moe.integrations.huggingface.lora_tuner import TunerWithExperts, kept_, refuse_changed
 except ImportError as error:
     raise ImportError(
         "thunder_moe.integrations.huggingface.lora needs PEFT: pip install 'thunder_moe[peft]'"
@@ -67,7 +62,7 @@ _DOWN = ("down_proj", "w2")
 
 
 def get_peft_model(model: Any, peft_config: Any, adapter_name: str = "default") -> Any:
-    """`peft.get_peft_model` for a model with 4-bit experts: the same configuration adapts them, and all else.
+    """Do what `peft.get_peft_model` does, for a model with 4-bit experts: its configuration adapts them, and all else.
 
     Experts are named by ``target_parameters`` (["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]: gate and up share
     A) or by ``target_modules`` (["gate_proj", "up_proj", "down_proj"], or "w1", "w3", "w2": one adapter each). Other
@@ -87,10 +82,9 @@ def get_peft_model(model: Any, peft_config: Any, adapter_name: str = "default") 
     """
     _check(peft_config)
     chosen, rest = _chosen(model, peft_config), _rest(model, peft_config)
-    is_packed = bool(targets(model) or dense_targets(model))
+    names = sorted(target.name for target in targets(model))
     names_others = rest.target_parameters or rest.target_modules != _NOTHING
-    if not chosen and (_is_all_linear(peft_config) or not names_others or not is_packed):
-        names = sorted({*(target.name for target in targets(model)), *(layer.name for layer in dense_targets(model))})
+    if not chosen and (_is_all_linear(peft_config) or not names_others or not names):
         raise ValueError(
             f"peft_config: target_modules={peft_config.target_modules} and target_parameters="
             f"{peft_config.target_parameters} name none of the {len(names)} 4-bit linears"
@@ -101,7 +95,7 @@ def get_peft_model(model: Any, peft_config: Any, adapter_name: str = "default") 
 
 
 def load_peft_model(model: Any, path: str | Path, adapter_name: str = "default", *, is_trainable: bool = False) -> Any:
-    """`peft.PeftModel.from_pretrained` for a model with 4-bit experts, which raises where an adapter matches nothing.
+    """Do what `peft.PeftModel.from_pretrained` does, for a model with 4-bit experts; no match is an error.
 
     Args:
         model: as in `get_peft_model`.
@@ -118,12 +112,12 @@ def load_peft_model(model: Any, path: str | Path, adapter_name: str = "default",
     set_adapter_(model, found, adapter_name, dropout=config.lora_dropout)
     wrapped = _wrap(model, _rest(model, config, rest), adapter_name)
     wrapped.load_adapter(path, adapter_name, is_trainable=is_trainable)
-    use(model, adapter_name, is_trainable)
+    wrapped.base_model.use(is_trainable)
     return wrapped
 
 
-def _read(model: Any, path: str | Path) -> tuple[dict[str, Adapter], dict[str, Tensor], Any]:
-    """Adapters of 4-bit linears by their path, the other tensors and the configuration of PEFT's files."""
+def _read(model: Any, path: str | PathLike[Any]) -> tuple[dict[str, Adapter], dict[str, Tensor], Any]:
+    """Return the adapters of 4-bit linears by their path, the other tensors and the configuration of PEFT's files."""
     found, rest, _ = read_adapter(model, path)
     config = peft.PeftConfig.from_pretrained(str(path))
     _check(config)
@@ -132,15 +126,17 @@ def _read(model: Any, path: str | Path) -> tuple[dict[str, Adapter], dict[str, T
     return found, rest, config
 
 
-class _WithExperts:
-    """What a PeftModel does besides, for adapters of experts."""
+class _WithExperts(peft.PeftModel):
+    """A PeftModel that saves, loads, adds, disables and counts adapters of 4-bit layers beside PEFT's."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.base_model = TunerWithExperts(cast("peft.LoraModel", self.base_model))
 
     def get_nb_trainable_parameters(self) -> tuple[int, int]:
-        """As PEFT's, for `print_trainable_parameters`, with the packed weights, which are buffers, among all."""
-        parent: Any = super()
-        trainable, total = parent.get_nb_trainable_parameters()
-        model = cast("nn.Module", self)
-        packed = (module for module in model.modules() if isinstance(module, NVFP4Module))
+        """Count parameters, for `print_trainable_parameters`, with the packed weights, which are buffers, among all."""
+        trainable, total = super().get_nb_trainable_parameters()
+        packed = (module for module in self.modules() if isinstance(module, NVFP4Module))
         return trainable, total + sum(math.prod(module.packed_weight.shape) for module in packed)
 
     def save_pretrained(
@@ -150,12 +146,12 @@ class _WithExperts:
         selected_adapters: list[str] | None = None,
         save_embedding_layers: str | bool = "auto",
         is_main_process: bool = True,
-        *,
+        *args: Any,
         per_expert: bool = False,
         **kwargs: Any,
     ) -> None:
-        """As PEFT's; the adapters of experts are in the same files, in PEFT's names and shapes, or with per_expert in
-        those that vLLM reads (see `save_lora`).
+        """Save adapters, those of 4-bit layers in the same files, in PEFT's names and shapes; with per_expert in those
+        that vLLM reads (see `save_lora`).
 
         Raises:
             ValueError: no safe_serialization; adapters of experts are merged, or were removed since.
@@ -164,84 +160,68 @@ class _WithExperts:
             raise ValueError(
                 "safe_serialization: got False, wanted True: adapters of experts are written by safetensors"
             )
-        model: Any = self
-        refuse_changed(model.base_model)
-        parent: Any = super()
-        embedding = dict(save_embedding_layers=save_embedding_layers, is_main_process=is_main_process)
-        parent.save_pretrained(str(save_directory), True, selected_adapters, **embedding, **kwargs)
-        for name in selected_adapters or list(model.peft_config) if is_main_process else ():
-            folder = Path(save_directory) if name == "default" else Path(save_directory) / name
-            _complete(model.get_base_model(), folder, name, per_expert)
+        refuse_changed(self.base_model)
+        folder, embeddings = str(save_directory), save_embedding_layers
+        super().save_pretrained(folder, True, selected_adapters, embeddings, is_main_process, *args, **kwargs)
+        for name in selected_adapters or list(self.peft_config) if is_main_process else ():
+            _complete(self.get_base_model(), Path(folder, "" if name == "default" else name), name, per_expert)
 
-    def load_adapter(self, model_id: str | Path, adapter_name: str, is_trainable: bool = False, **kwargs: Any) -> Any:
-        """As PEFT's, for a directory; fills the adapter of that name or adds it.
+    def load_adapter(
+        self, model_id: str | PathLike[Any], adapter_name: str, is_trainable: bool = False, *args: Any, **kwargs: Any
+    ) -> Any:
+        """Load an adapter from a directory: fill the one of that name, or add it.
 
         Raises:
             ValueError: as `load_peft_model`.
         """
-        model: Any = self
-        base = model.get_base_model()
+        base = self.get_base_model()
         found, rest, given = _read(base, model_id)
-        with kept_(model.base_model, is_trainable), tempfile.TemporaryDirectory() as folder:
+        with kept_(self.base_model, is_trainable), tempfile.TemporaryDirectory() as folder:
             set_adapter_(base, found, adapter_name, dropout=given.lora_dropout, freeze=False)
             _rest(base, given, rest).save_pretrained(folder)
             save_file(rest, Path(folder) / WEIGHTS, metadata={"format": "pt"})
-            parent: Any = super()
-            result = parent.load_adapter(folder, adapter_name, is_trainable=is_trainable, **kwargs)
+            result = super().load_adapter(folder, adapter_name, is_trainable, *args, **kwargs)
         return result
 
-    def add_adapter(self, adapter_name: str, peft_config: Any, **kwargs: Any) -> None:
-        """As PEFT's; the experts that the configuration names get adapters, too."""
-        model: Any = self
-        base = model.get_base_model()
+    def add_adapter(self, adapter_name: str, peft_config: Any, *args: Any, **kwargs: Any) -> None:
+        """Add an adapter, to the 4-bit layers that the configuration names, too."""
+        base = self.get_base_model()
         _check(peft_config)
         chosen = _chosen(base, peft_config)
-        with kept_(model.base_model):
+        with kept_(self.base_model):
             _add(base, chosen, peft_config, adapter_name)
-            parent: Any = super()
-            parent.add_adapter(adapter_name, _rest(base, peft_config), **kwargs)
+            super().add_adapter(adapter_name, _rest(base, peft_config), *args, **kwargs)
 
     @contextmanager
     def disable_adapter(self) -> Iterator[None]:
-        """As PEFT's; without the adapters of experts, too."""
-        model: Any = self
-        refuse_changed(model.base_model)
-        linears = lora_linears(model)
+        """Compute without adapters, those of 4-bit layers, too."""
+        refuse_changed(self.base_model)
+        linears = lora_linears(self)
         active = {name: linear.lora_active for name, linear in linears.items()}
-        parent: Any = super()
         try:
             if linears:
-                use_lora_(model, None)
-            peft_has_any = any(isinstance(module, BaseTunerLayer) for module in model.modules())
-            with parent.disable_adapter() if peft_has_any else nullcontext():
+                use_lora_(self, None)
+            peft_has_any = any(isinstance(module, BaseTunerLayer) for module in self.modules())
+            with super().disable_adapter() if peft_has_any else nullcontext():
                 yield
         finally:
             for name, linear in linears.items():
                 linear.lora_active = active[name]
 
 
-@functools.cache
-def _class_of(wrapped: Any, extra: Any) -> Any:
-    return type(f"{wrapped.__name__}WithExperts", (extra, wrapped), {"__module__": __name__})
-
-
-def __getattr__(name: str) -> Any:
-    """The classes of `_class_of`, by which pickles know them."""
-    of_peft = getattr(peft, name.removesuffix("WithExperts"), None) if name.endswith("WithExperts") else None
-    if not isinstance(of_peft, type):
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    kind: Any = of_peft
-    return _class_of(kind, _WithExperts if issubclass(of_peft, peft.PeftModel) else TunerWithExperts)
+_OF_PEFT: set[Any] = {peft.PeftModel, *peft.MODEL_TYPE_TO_PEFT_MODEL_MAPPING.values()}
+# By PEFT's class for a task; pickles know them by their names in this module.
+_CLASSES: dict[Any, Any] = {
+    kind: type(f"{kind.__name__}WithExperts", (_WithExperts, kind), {"__module__": __name__}) for kind in _OF_PEFT
+}
+globals().update({each.__name__: each for each in _CLASSES.values()})
 
 
 def _wrap(model: Any, config: Any, adapter_name: str) -> Any:
-    wrapped = peft.get_peft_model(model, config, adapter_name)  # which freezes what it does not know
-    pairs: Any = (wrapped, _WithExperts), (wrapped.base_model, TunerWithExperts)
-    for each, extra in pairs:
-        kind: Any = type(each)
-        each.__class__ = _class_of(kind, extra)
-    wrapped.base_model.of_experts = frozenset(names_of(model))
-    use(model, adapter_name)
+    kind = peft.MODEL_TYPE_TO_PEFT_MODEL_MAPPING.get(config.task_type, peft.PeftModel)
+    config.base_model_name_or_path = vars(model).get("name_or_path") or None
+    wrapped = _CLASSES[kind](model, config, adapter_name=adapter_name)  # which freezes what it does not know
+    wrapped.base_model.use()
     return wrapped
 
 
@@ -249,7 +229,7 @@ def _wrap(model: Any, config: Any, adapter_name: str) -> Any:
 
 
 def _check(config: Any) -> None:
-    """ValueError for options that adapters of experts do not have."""
+    """Raise a ValueError for options that adapters of experts do not have."""
     wanted = dict(use_dora=(False,), lora_bias=(False,), fan_in_fan_out=(False,), init_lora_weights=(True, "gaussian"))
     for name, values in wanted.items():
         value = getattr(config, name, values[0])
@@ -261,27 +241,27 @@ def _check(config: Any) -> None:
             raise ValueError(f"peft_config.{name}: got {value!r}, wanted none of it for adapters of experts")
     if str(getattr(config, "bias", "none")) != "none":
         raise ValueError(f"peft_config.bias: got {config.bias!r}, wanted 'none' for adapters of experts")
-    if "LORA" not in str(config.peft_type):
+    if config.peft_type != "LORA":
         raise ValueError(f"peft_config: got {config.peft_type}, wanted a LoraConfig")
 
 
-def _chosen(model: nn.Module, config: Any) -> list[tuple[Target | DenseTarget, int, float, bool]]:
-    """The linears that a configuration names, with rank, alpha and whether gate and up are apart."""
+def _chosen(model: nn.Module, config: Any) -> list[tuple[Target, int, float, bool]]:
+    """Return the linears that a configuration names, with rank, alpha and whether gate and up are apart."""
     _refuse_saved(model, config)
     config = _as_peft_reads(model, config)
-    found: list[tuple[Target | DenseTarget, int, float, bool]] = [
-        (layer, *_rank(config, layer.name), False)
-        for layer in dense_targets(model)
-        if _in_layers(layer.name, config) and _is_module(layer.name, config, layer.linear, model)
-    ]
+    found: list[tuple[Target, int, float, bool]] = []
     for target in targets(model):
-        if not _in_layers(target.experts, config):
+        if not _in_layers(target.path, config):
+            continue
+        if not target.experts:
+            if _is_module(target.name, config, target.linear, model):
+                found.append((target, *_rank(config, target.name), False))
             continue
         if is_named(target.name, config.target_parameters) or _is_module(target.path, config):
             found.append((target, *_rank(config, target.name), False))
             continue
-        down = target.parameter == "down_proj"
-        for parts in [(name,) for name in _DOWN] if down else [] if target.parameter == "up_proj" else _SPLIT:
+        down = target.is_down
+        for parts in [(name,) for name in _DOWN] if down else [] if target.name.endswith(".up_proj") else _SPLIT:
             names = [f"{target.experts}.{at}.{name}" for at in range(target.linear.num_experts) for name in parts]
             hits = [name for name in names if _is_module(name, config)]
             if not hits:
@@ -292,7 +272,7 @@ def _chosen(model: nn.Module, config: Any) -> list[tuple[Target | DenseTarget, i
                     f" {len(names)} projections of {target.experts}, wanted both of gate_proj and up_proj (w1 and w3),"
                     " which have one weight, of all experts"
                 )
-            numbers = {_rank(config, name) for name in names} if _has_patterns(config) else {_rank(config, names[0])}
+            numbers = {_rank(config, name) for name in names}
             if len(numbers) > 1:
                 raise ValueError(
                     f"peft_config: rank_pattern={config.rank_pattern} and alpha_pattern={config.alpha_pattern} give"
@@ -309,7 +289,7 @@ def _is_all_linear(config: Any) -> bool:
 
 
 def _as_peft_reads(model: nn.Module, config: Any) -> Any:
-    """A configuration with the parameters of experts and routers that PEFT takes "all-linear" for."""
+    """Return a configuration with the parameters of experts and routers that PEFT takes "all-linear" for."""
     if not _is_all_linear(config):
         return config
     read, config = copy.deepcopy(config), copy.copy(config)
@@ -319,29 +299,22 @@ def _as_peft_reads(model: nn.Module, config: Any) -> Any:
     return config
 
 
-def _has_patterns(config: Any) -> bool:
-    return bool(config.rank_pattern or config.alpha_pattern)
-
-
 def _refuse_saved(model: nn.Module, config: Any) -> None:
-    """ValueError where modules_to_save, which PEFT trains copies of, has 4-bit weights, which cannot be trained."""
-    packed = {target.experts for target in targets(model)} | {layer.name for layer in dense_targets(model)}
+    """Raise a ValueError for modules_to_save with 4-bit weights: PEFT trains copies, and these cannot be trained."""
+    packed = sorted({target.block for target in targets(model)})
     for name in config.modules_to_save or ():
-        for path in packed:
-            if f".{name}." in f".{path}.":
-                raise ValueError(
-                    f"peft_config.modules_to_save: got {name!r}, which has the 4-bit weights of {path},"
-                    " wanted 16-bit modules"
-                )
-
-
-def _head(model: Any) -> Any:
-    return model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+        if inside := [path for path in packed if f".{name}." in f".{path}."]:
+            raise ValueError(
+                f"peft_config.modules_to_save: got {name!r}, which has the 4-bit weights of {inside[0]}, wanted 16-bit"
+                " modules"
+            )
 
 
 def _is_module(key: str, config: Any, layer: Any = None, model: Any = None) -> bool:
-    """PEFT's rule: a regular expression for the whole name, or endings of it; exclude_modules likewise. "all-linear"
-    takes a layer that is linear, but for the model's head."""
+    """True if PEFT's rule takes a name: a regular expression for all of it, or its endings; exclude_modules likewise.
+
+    "all-linear" takes a layer that is linear, but for the model's head.
+    """
 
     def match(rule: Any) -> bool:
         if isinstance(rule, str):
@@ -349,7 +322,8 @@ def _is_module(key: str, config: Any, layer: Any = None, model: Any = None) -> b
         return is_named(key, rule)
 
     if _is_all_linear(config):  # not for routers that derive from nn.Linear: PEFT's forward fails at their tuples
-        wanted = (type(layer) is nn.Linear or is_dense(layer)) and layer is not _head(model)
+        head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+        wanted = (type(layer) is nn.Linear or is_dense(layer)) and layer is not head
     else:
         wanted = match(config.target_modules or ())
     return wanted and not match(getattr(config, "exclude_modules", None) or ())
@@ -364,33 +338,27 @@ def _in_layers(experts: str, config: Any) -> bool:
 
 
 def _rank(config: Any, name: str) -> tuple[int, float]:
-    def of(pattern: Any, default: Any) -> Any:
-        return next((value for key, value in (pattern or {}).items() if re.match(rf"(.*\.)?({key})$", name)), default)
-
-    return of(config.rank_pattern, config.r), of(config.alpha_pattern, config.lora_alpha)
+    return rank_and_alpha(vars(config), name)
 
 
 @torch.no_grad()
-def _add(
-    model: Any,
-    chosen: list[tuple[Target | DenseTarget, int, float, bool]],
-    config: Any,
-    adapter: str,
-) -> None:
-    for target, rank, alpha, split in chosen:
-        options: dict[str, Any] = dict(dropout=config.lora_dropout, rslora=config.use_rslora, split_gate_up=split)
-        path = target.path
-        one: dict[str, Any] = dict(filter=only(path), linears=only(path))
-        add_lora_(model, rank, alpha, adapter=adapter, freeze=False, **one, **options)
-        if config.init_lora_weights == "gaussian":
+def _add(model: Any, chosen: list[tuple[Target, int, float, bool]], config: Any, adapter: str) -> None:
+    specs = {
+        target.path: LoRASpec(rank, scaling_of(rank, alpha, config.use_rslora), config.lora_dropout, 1 + split)
+        for target, rank, alpha, split in chosen
+    }
+    if specs:
+        add_by_name_(model, specs, adapter)
+    if config.init_lora_weights == "gaussian":
+        for target, rank, _, _ in chosen:
             target.linear.lora_A[adapter].normal_(std=1 / rank)
 
 
 def _rest(model: nn.Module, config: Any, tensors: dict[str, Tensor] | None = None) -> Any:
-    """The configuration for PEFT: what is not experts', by whole names, of which the files may have `tensors` alone."""
+    """Return the configuration for PEFT: the other layers by whole names, those alone of which files have `tensors`."""
     rest = copy.deepcopy(config)
     rest.target_parameters = None
-    paths = {target.experts for target in targets(model)} | {target.name for target in dense_targets(model)}
+    paths = {target.block for target in targets(model)}
 
     def inside(name: str) -> bool:
         return any(name == path or name.startswith(f"{path}.") for path in paths)
@@ -426,21 +394,19 @@ def _rest(model: nn.Module, config: Any, tensors: dict[str, Tensor] | None = Non
 
 
 def _complete(model: nn.Module, folder: Path, adapter: str, per_expert: bool) -> None:
-    """Puts the adapters of experts into files that PEFT has written, in the place of what it took them for."""
+    """Put the adapters of 4-bit layers into files that PEFT has written, in the place of what it took them for."""
     tensors = {key: value for key, value in load_file(folder / WEIGHTS).items() if not is_of_4_bits(model, key)}
     config = json.loads((folder / CONFIG).read_text())
-    chosen, dense = adapters(model, adapter), dense_adapters(model, adapter)
-    if chosen or dense:
-        with tempfile.TemporaryDirectory() as own:
-            save_lora(model, own, adapter, per_expert=per_expert)
-            tensors |= load_file(Path(own) / WEIGHTS)
-            ours = json.loads((Path(own) / CONFIG).read_text())
+    chosen = adapters(model, adapter)
+    if chosen:
+        own, ours = encode(model, chosen, per_expert)
+        tensors |= own
         nothing = config.get("target_modules") == _NOTHING
         if nothing and not config.get("target_parameters"):
             config |= {name: ours[name] for name in ("r", "lora_alpha", "use_rslora", "target_modules")}
             config |= {name: ours[name] for name in ("rank_pattern", "alpha_pattern", "target_parameters")}
         else:  # where the experts' numbers are others, they are in the patterns
-            ranks, alphas = numbers(model, chosen, dense, per_expert)
+            ranks, alphas = numbers(model, chosen, per_expert)
             if config.get("use_rslora"):
                 alphas = {name: alpha / ranks[name] ** 0.5 for name, alpha in alphas.items()}
             alphas = {name: round(alpha, 9) for name, alpha in alphas.items()}
@@ -452,7 +418,8 @@ def _complete(model: nn.Module, folder: Path, adapter: str, per_expert: bool) ->
             config["target_modules"] = modules if isinstance(modules, str) else [*modules, *ours["target_modules"]]
         config["lora_dropout"] = 0.0  # PEFT has none for parameters
     write_adapter(folder, tensors, config)
-    lost = [layer.name for layer, _ in dense if layer.name.rpartition(".")[2] in (*_SPLIT[0], *_SPLIT[1], *_DOWN)]
+    dense = (target.name for target, _ in chosen if not target.experts)
+    lost = [name for name in dense if name.rpartition(".")[2] in (*_SPLIT[0], *_SPLIT[1], *_DOWN)]
     if lost and _as_peft_reads(model, peft.LoraConfig(target_modules="all-linear")).target_parameters:
         _LOGGER.warning(
             "%s: PEFT takes the names of %s and others for those of experts and leaves their adapters out on the 16-bit"

@@ -1,9 +1,8 @@
-"""PEFT's adapter files of experts and 4-bit dense layers: names and shapes, reading into 4-bit models, writing for PEFT
-and vLLM.
+"""Read and write PEFT's adapter files of 4-bit experts and dense layers, for PEFT and for vLLM.
 Called by huggingface.lora and users; calls thunder_moe.lora. It needs neither PEFT nor its classes.
 
-    PEFT           <experts>[.base_layer].lora_A.weight (E * r, K), .lora_B.weight (N, r * E): target_parameters
-    dense          <layer>.lora_A.weight (r, K), .lora_B.weight (N, r)
+    as PEFT        <experts>[.base_layer].lora_A.weight (E * r, K), .lora_B.weight (N, r * E): target_parameters;
+                   a dense layer likewise, with E = 1
     per expert     <experts>.{e}.gate_proj.lora_A.weight (r, K), ...lora_B.weight (N, r): what vLLM reads
 
 Legend: E experts, N out_features, K in_features, r rank of one part, P parts (2: gate and up apart), R = P * r.
@@ -15,7 +14,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,32 +27,26 @@ from torch import Tensor, nn
 from thunder_moe.checkpoint.files import read_json
 from thunder_moe.formats.gate_up import deinterleave, interleave
 from thunder_moe.integrations.huggingface.expert_names import expert_source
-from thunder_moe.integrations.huggingface.experts import NVFP4Experts
+from thunder_moe.integrations.huggingface.lora_targets import PREFIX, Target, blocks_of, is_named, place_of, targets
 from thunder_moe.integrations.huggingface.sharding import refuse_part
-from thunder_moe.lora import DTYPES, add_lora_, is_dense, lora_linears, refuse_merged, use_lora_
-from thunder_moe.nn.lora import LoRALinear
+from thunder_moe.lora import DTYPES, add_by_name_, freeze_others_, lora_linears, refuse_merged, use_lora_
+from thunder_moe.nn.lora import LoRALinear, LoRASpec
 
 __all__ = [
     "CONFIG",
     "FOREIGN",
     "WEIGHTS",
     "Adapter",
-    "DenseTarget",
-    "Target",
     "adapters",
-    "dense_adapters",
-    "dense_targets",
-    "is_named",
-    "is_of_4_bits",
+    "encode",
     "load_lora_",
     "no_adapter",
     "numbers",
-    "only",
     "pattern",
+    "rank_and_alpha",
     "read_adapter",
     "save_lora",
     "set_adapter_",
-    "targets",
     "write_adapter",
 ]
 
@@ -64,55 +57,9 @@ FOREIGN = (
     "use_qalora", "velora_config",
 )  # fmt: skip
 _OTHER_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")  # initializations that change the model's weights
-_PREFIX = "base_model.model."
 _ANY = "#"  # stands for the number of an expert
 _PARTS = {"gate_proj": 0, "up_proj": 1, "down_proj": 2, "w1": 0, "w3": 1, "w2": 2}
 _LORA = re.compile(r"\.lora_([AB])(?:\.[^.]+)?(?:\.weight)?$")
-
-
-@dataclass(frozen=True)
-class Target:
-    """A linear of the experts of a layer, as PEFT names it.
-
-    Attributes:
-        experts: the path of the module in the model.
-        parameter: the name of the 16-bit parameter, "gate_up_proj", "up_proj" or "down_proj".
-        module: the experts.
-        swapped: PEFT takes the weight (E, K, N) for (E, N, K), so that its A is our B (Llama 4).
-        interleaved: the rows of gate and up take turns.
-    """
-
-    experts: str
-    parameter: str
-    module: NVFP4Experts
-    swapped: bool
-    interleaved: bool
-
-    @property
-    def linear(self) -> Any:
-        return self.module.down_proj if self.parameter == "down_proj" else self.module.gate_up_proj
-
-    @property
-    def name(self) -> str:
-        """Of the parameter in the 16-bit model."""
-        return f"{self.experts}.{self.parameter}"
-
-    @property
-    def path(self) -> str:
-        """Of the linear in the quantized model."""
-        return f"{self.experts}.{'down_proj' if self.parameter == 'down_proj' else 'gate_up_proj'}"
-
-
-@dataclass(frozen=True)
-class DenseTarget:
-    """A 4-bit dense layer, which PEFT names as the 16-bit one."""
-
-    name: str
-    linear: Any
-
-    @property
-    def path(self) -> str:
-        return self.name
 
 
 @dataclass
@@ -126,28 +73,10 @@ class Adapter:
     parts: int = 1
 
 
-def targets(model: nn.Module) -> list[Target]:
-    """The linears of all `NVFP4Experts` of a model, those of a layer after each other."""
-    found = []
-    for name, module in model.named_modules():
-        if isinstance(module, NVFP4Experts):
-            form, attributes = module.form, vars(module)
-            swapped = form.transposed and not attributes.get("is_transposed", getattr(module, "is_transposed", False))
-            first = "gate_up_proj" if form.gated else "up_proj"
-            found.append(Target(name, first, module, swapped, form.interleaved))
-            found.append(Target(name, "down_proj", module, swapped, False))
-    return found
-
-
-def dense_targets(model: nn.Module) -> list[DenseTarget]:
-    """The 4-bit dense layers of a model."""
-    return [DenseTarget(name, module) for name, module in model.named_modules() if is_dense(module)]
-
-
 def save_lora(
     model: Any, path: str | Path, adapter: str = "default", *, per_expert: bool = False, config: Any = None
 ) -> None:
-    """Writes an adapter of the experts and 4-bit dense layers as PEFT does: adapter_model.safetensors and
+    """Write an adapter of the experts and 4-bit dense layers as PEFT does: adapter_model.safetensors and
     adapter_config.json.
 
     PEFT loads it onto the 16-bit model (``PeftModel.from_pretrained(model, path)``), `load_lora_` onto a quantized one.
@@ -165,21 +94,28 @@ def save_lora(
         OSError: a file cannot be written; an adapter that was there stays.
         ValueError: no experts with that adapter, merged adapters, or with per_expert experts that are not gated.
     """
-    refuse_part(model, "whose adapters are whole: each process has those of its part, in its state dict")
-    chosen, dense = adapters(model, adapter), dense_adapters(model, adapter)
-    if not chosen and not dense:
+    chosen = adapters(model, adapter)
+    if not chosen:
         raise ValueError(
             f"adapter: got {adapter!r}, which no experts of transformers' models in {type(model).__name__} have"
         )
     path = Path(path).expanduser()
     path.mkdir(parents=True, exist_ok=True)
+    tensors, own = encode(model, chosen, per_expert)
+    write_adapter(path, tensors, own | (config or {}))
+
+
+def encode(
+    model: Any, chosen: list[tuple[Target, Adapter]], per_expert: bool
+) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Return what the files of an adapter hold: the tensors and the configuration."""
     encoded = _encode_per_expert(model, chosen) if per_expert else _encode(chosen)
-    tensors = {f"{_PREFIX}{name}": tensor.contiguous() for name, tensor in [*encoded, *_encode_dense(dense)]}
-    write_adapter(path, tensors, _config(model, chosen, dense, per_expert) | (config or {}))
+    tensors = {f"{PREFIX}{name}": tensor.contiguous() for name, tensor in encoded}
+    return tensors, _config(model, chosen, per_expert)
 
 
 def write_adapter(path: Path, tensors: dict[str, Tensor], config: dict[str, Any]) -> None:
-    """Writes both files of an adapter into an existing directory; an error leaves an earlier adapter there as it was.
+    """Write both files of an adapter into an existing directory; an error leaves an earlier adapter there as it was.
 
     The configuration goes first and comes last, so that an interruption never leaves weights beside the rank and alpha
     of others.
@@ -201,7 +137,7 @@ def write_adapter(path: Path, tensors: dict[str, Tensor], config: dict[str, Any]
 
 
 def load_lora_(model: nn.Module, path: str | Path, adapter: str = "default", *, freeze: bool = True) -> nn.Module:
-    """Adds an adapter of the experts from PEFT's files to a quantized model, or fills the one of that name.
+    """Add an adapter of the experts from PEFT's files to a quantized model, or fill the one of that name.
 
     Args:
         model: a model of transformers after `quantize_` (or of a 4-bit checkpoint).
@@ -230,8 +166,11 @@ def load_lora_(model: nn.Module, path: str | Path, adapter: str = "default", *, 
 def set_adapter_(
     model: nn.Module, found: dict[str, Adapter], adapter: str, *, dropout: float = 0.0, freeze: bool = True
 ) -> None:
-    """Adds adapters by the path of their linear, or fills those that are there; ValueError where shapes differ, where
-    adapters are merged, and where other linears have one of that name, which would stay."""
+    """Add adapters by the path of their linear, or fill those that are there.
+
+    Raises:
+        ValueError: shapes differ, adapters are merged, or other linears have an adapter of that name, which would stay.
+    """
     present = lora_linears(model)
     refuse_merged(present)
     others = [path for path, linear in present.items() if adapter in linear.lora_specs and path not in found]
@@ -241,6 +180,7 @@ def set_adapter_(
             " another name, or remove_lora_ before"
         )
     ready: dict[str, Adapter] = {}
+    missing: dict[str, LoRASpec] = {}
     for path, new in found.items():  # all is checked before the first change
         linear: Any = model.get_submodule(path)
         if isinstance(linear, LoRALinear) and adapter in linear.lora_specs:
@@ -254,24 +194,26 @@ def set_adapter_(
         else:
             experts, inputs, outputs = getattr(linear, "num_experts", 1), linear.in_features, linear.out_features
             shapes = (experts, new.parts * new.rank, inputs), (experts, outputs, new.rank)
+            missing[path] = LoRASpec(new.rank, new.scaling, dropout, new.parts)
         for name, value, shape in zip("AB", (new.a, new.b), shapes, strict=True):
             if value.shape != shape:
                 raise ValueError(f"{path}.lora_{name}: got shape {tuple(value.shape)}, wanted {tuple(shape)}")
         ready[path] = new
-    for path, new in ready.items():
-        linear = model.get_submodule(path)
-        if not isinstance(linear, LoRALinear) or adapter not in linear.lora_specs:
-            split, alpha = new.parts == 2, new.scaling * new.rank
-            options: dict[str, Any] = dict(split_gate_up=split, adapter=adapter, dropout=dropout, freeze=freeze)
-            add_lora_(model, new.rank, alpha, filter=only(path), linears=only(path), **options)
+    if missing:
+        add_by_name_(model, missing, adapter)
+        if freeze:
+            freeze_others_(model)
+    with torch.no_grad():
+        for path, new in ready.items():
             linear = model.get_submodule(path)
-        with torch.no_grad():
             linear.lora_A[adapter].copy_(new.a)
             linear.lora_B[adapter].copy_(new.b * (new.scaling / linear.lora_specs[adapter].scaling))
 
 
-def read_adapter(model: nn.Module, path: str | Path) -> tuple[dict[str, Adapter], dict[str, Tensor], dict[str, Any]]:
-    """The adapters of a directory's files by the path of their linear, the other tensors, and the configuration.
+def read_adapter(
+    model: nn.Module, path: str | os.PathLike[Any]
+) -> tuple[dict[str, Adapter], dict[str, Tensor], dict[str, Any]]:
+    """Return the adapters of a directory's files by the path of their linear, the other tensors, and the configuration.
 
     Raises:
         ValueError: as `load_lora_`, but for other tensors, and for none of 4-bit linears (`no_adapter`).
@@ -295,113 +237,52 @@ def read_adapter(model: nn.Module, path: str | Path) -> tuple[dict[str, Adapter]
         raise ValueError(
             f"path: {path / WEIGHTS} cannot be read, truncated or no safetensors file ({error})"
         ) from error
-    known = targets(model)
-    rest, dense = {}, {target.name: target for target in dense_targets(model)}
+    blocks = blocks_of(model)
+    rest: dict[str, Tensor] = {}
     found: dict[str, Adapter] = {}
-    by_module: dict[str, dict[tuple[str, str], Tensor]] = {}
+    by_block: dict[str, dict[tuple[str, str], Tensor]] = {}
     places: dict[str, str] = {}  # of the blocks in the files
-    of_dense: dict[str, dict[str, Tensor]] = {}
-    experts = {target.experts for target in known}
     for key, tensor in tensors.items():
         match = _LORA.search(key)
         if match is not None and not (tensor.dtype in DTYPES and bool(tensor.isfinite().all())):
             raise ValueError(
                 f"path: {path / WEIGHTS} has {key} in {tensor.dtype}, wanted finite values in one of {DTYPES}"
             )
-        name = key[: match.start()].removeprefix(_PREFIX) if match else ""
-        owner, inside = next(((each, tail) for each in experts if (tail := _tail(name, each)) is not None), ("", ""))
-        if match is not None and name in dense:
-            of_dense.setdefault(name, {})[match[1]] = tensor.float()
-            continue
-        if match is None or not owner:
+        name = key[: match.start()].removeprefix(PREFIX) if match else ""
+        block, inside = place_of(name, blocks)
+        if match is None or block is None:
             rest[key] = tensor
             continue
-        by_module.setdefault(owner, {})[inside, match[1]] = tensor
-        places[owner] = name.removesuffix(inside).rstrip(".")
-    for name, pair in of_dense.items():
-        found[name] = _decode_dense(dense[name], pair, config)
-    for owner, given in by_module.items():
-        own = [target for target in known if target.experts == owner]
-        for target, adapter in _decode(own, given, config, places[owner]):
+        by_block.setdefault(block, {})[inside, match[1]] = tensor.float()
+        places[block] = name.removesuffix(inside).rstrip(".")
+    for block, given in by_block.items():
+        for target, adapter in _decode(blocks[block], given, config, places[block]):
             found[target.path] = adapter
     return found, rest, config
 
 
-def no_adapter(model: nn.Module, path: str | Path, tensors: Mapping[str, Tensor]) -> ValueError:
+def no_adapter(model: nn.Module, path: str | os.PathLike[Any], tensors: Mapping[str, Tensor]) -> ValueError:
     """Return the error for a directory whose files have tensors, but no adapter of a 4-bit linear of the model."""
-    experts = {target.experts for target in targets(model)}
+    experts = {target.experts for target in targets(model) if target.experts}
     return ValueError(
         f"path: {Path(path) / WEIGHTS} has no adapter of the {len(experts)} blocks of 4-bit experts of"
         f" {type(model).__name__}; it has {', '.join(list(tensors)[:3])}, ..."
     )
 
 
-def only(path: str) -> Callable[[nn.Module, str], bool]:
-    """A filter that takes the linear of this name alone."""
-    return lambda module, name: name == path
-
-
-# ---- names
-
-
-def is_named(key: str, names: Any) -> bool:
-    """True if PEFT's rule for lists takes a name: it is one of them, or ends with one behind a dot."""
-    return any(key == name or key.endswith(f".{name}") for name in names or ())
-
-
-def is_of_4_bits(model: nn.Module, key: str) -> bool:
-    """Whether a key of PEFT's state dicts is of a block of 4-bit experts or of a 4-bit dense layer."""
-    name = key.removeprefix(_PREFIX)
-    if any(name.startswith(f"{target.name}.") for target in dense_targets(model)):
-        return True
-    return any(_tail(name, target.experts) is not None for target in targets(model))
-
-
-def _tail(name: str, experts: str) -> str | None:
-    """What a key has behind the path of the experts: "", "base_layer", "3.gate_proj", ...; None: it is not theirs."""
-    layer, _, last = experts.rpartition(".")
-    parent, _, block = layer.rpartition(".")
-    for known in dict.fromkeys((block, "mlp", "block_sparse_moe", "feed_forward")):
-        prefix = ".".join(part for part in (parent, known, last) if part)
-        for start in (prefix, prefix.replace("language_model.", "")):
-            if name == start:
-                return ""
-            if name.startswith(f"{start}."):
-                return name.removeprefix(f"{start}.")
-    return None
-
-
-# ---- dense layers
-
-
-def _encode_dense(chosen: list[tuple[DenseTarget, Adapter]]) -> Iterator[tuple[str, Tensor]]:
-    for target, adapter in chosen:
-        yield f"{target.name}.lora_A.weight", adapter.a[0]
-        yield f"{target.name}.lora_B.weight", adapter.b[0]
-
-
-def _decode_dense(target: DenseTarget, pair: dict[str, Tensor], config: dict[str, Any]) -> Adapter:
-    rank, alpha = _rank_and_alpha(config, target.name)
-    wanted = {"A": (rank, target.linear.in_features), "B": (target.linear.out_features, rank)}
-    if {name: tuple(tensor.shape) for name, tensor in pair.items()} != wanted:
-        shapes = {name: tuple(tensor.shape) for name, tensor in pair.items()}
-        raise ValueError(f"path: {target.name} has adapters {shapes}, wanted {wanted}")
-    return Adapter(pair["A"][None], pair["B"][None], rank, _scaling(config, rank, alpha))
-
-
-# ---- PEFT's ParamWrappers: A (E * r, K), B (N, r * E), each wrapped in the next
+# ---- as PEFT: A (E * r, K), B (N, r * E) of each parameter, whose wrappers are nested
 
 
 def _encode(chosen: list[tuple[Target, Adapter]]) -> Iterator[tuple[str, Tensor]]:
     by_module: dict[str, list[tuple[Target, Adapter]]] = {}
     for target, adapter in chosen:
-        by_module.setdefault(target.experts, []).append((target, adapter))
-    for experts, wrapped in by_module.items():
+        by_module.setdefault(target.block, []).append((target, adapter))
+    for block, wrapped in by_module.items():
         for depth, (target, adapter) in enumerate(reversed(wrapped)):
             joined = _joined(adapter)
             a, b = joined.a, interleave(joined.b) if target.interleaved else joined.b
             a, b = (b.transpose(1, 2), a.transpose(1, 2)) if target.swapped else (a, b)
-            name = experts + ".base_layer" * depth
+            name = block + ".base_layer" * depth
             yield f"{name}.lora_A.weight", a.reshape(-1, a.shape[2])
             yield f"{name}.lora_B.weight", b.permute(1, 2, 0).reshape(b.shape[1], -1)
 
@@ -409,28 +290,28 @@ def _encode(chosen: list[tuple[Target, Adapter]]) -> Iterator[tuple[str, Tensor]
 def _decode(
     own: list[Target], given: dict[tuple[str, str], Tensor], config: dict[str, Any], place: str
 ) -> Iterator[tuple[Target, Adapter]]:
+    block = own[0].block
     for (inside, each), tensor in given.items():
         if tensor.ndim != 2:
-            raise ValueError(f"path: an adapter of {own[0].experts} has shape {tuple(tensor.shape)}, wanted a matrix")
+            raise ValueError(f"path: an adapter of {block} has shape {tuple(tensor.shape)}, wanted a matrix")
         if (inside, "B" if each == "A" else "A") not in given:
-            raise ValueError(f"path: the adapter {inside or 'itself'} of {own[0].experts} has lora_{each} alone")
+            raise ValueError(f"path: the adapter {inside or 'itself'} of {block} has lora_{each} alone")
     if any(re.match(r"\d+\.", inside) for inside, _ in given):
         yield from _decode_per_expert(own, given, config, place)
         return
     depths = sorted({inside.count("base_layer") for inside, _ in given})
     names = config.get("target_parameters") or []
-    named = [t for t in own if any(t.name == each or t.name.endswith(f".{each}") for each in names)]
+    named = [target for target in own if is_named(target.name, names)]
     wrapped = named if len(named) == len(depths) else own if len(own) == len(depths) else []
     if not wrapped or {inside.replace("base_layer", "").strip(".") for inside, _ in given} != {""}:
         raise ValueError(
-            f"path: the adapters of {own[0].experts} ({', '.join(inside or 'itself' for inside, _ in given)}) are not"
+            f"path: the adapters of {block} ({', '.join(inside or 'itself' for inside, _ in given)}) are not"
             f" those of target_parameters={list(names)}"
         )
     for depth, target in zip(depths, reversed(wrapped), strict=True):
-        inside = ".".join(["base_layer"] * depth)
-        a, b = given[inside, "A"].float(), given[inside, "B"].float()
-        experts = target.linear.num_experts
-        rank, alpha = _rank_and_alpha(config, target.name)
+        inside, experts = ".".join(["base_layer"] * depth), target.num_experts
+        a, b = given[inside, "A"], given[inside, "B"]
+        rank, scaling = _rank_and_scaling(config, target.name)
         if a.shape[0] != rank * experts or b.shape[1] != rank * experts:
             raise ValueError(
                 f"path: {target.name} has adapters {tuple(a.shape)} and {tuple(b.shape)}, wanted {experts} experts of"
@@ -439,23 +320,27 @@ def _decode(
         a, b = a.reshape(experts, rank, -1), b.reshape(b.shape[0], rank, experts).permute(2, 0, 1)
         a, b = (b.transpose(1, 2), a.transpose(1, 2)) if target.swapped else (a, b)
         b = deinterleave(b.contiguous()) if target.interleaved else b
-        yield target, Adapter(a.contiguous(), b.contiguous(), rank, _scaling(config, rank, alpha))
+        yield target, Adapter(a.contiguous(), b.contiguous(), rank, scaling)
 
 
 # ---- one adapter per expert and projection
 
 
 def _source(model: Any, target: Target) -> tuple[str, tuple[str, ...]]:
-    """Where checkpoints have the experts of a target, and their names of the projections of it."""
+    """Return the name of a target's experts in checkpoints, and the names of its projections there."""
+    assert target.module is not None
     if not target.module.form.gated:
         raise ValueError(f"per_expert: got experts without a gate ({target.experts}), wanted per_expert=False")
     path, layout = expert_source(model, target.experts, target.module.form)
     gate, up, down = layout.projections
-    return path, (down,) if target.parameter == "down_proj" else (gate, up)
+    return path, (down,) if target.is_down else (gate, up)
 
 
 def _encode_per_expert(model: Any, chosen: list[tuple[Target, Adapter]]) -> Iterator[tuple[str, Tensor]]:
     for target, adapter in _with_zeros(model, chosen):
+        if not target.experts:
+            yield from _encode([(target, adapter)])
+            continue
         path, names = _source(model, target)
         rows, columns = adapter.b.chunk(len(names), 1), adapter.a.chunk(adapter.parts, 1)
         for at, name in enumerate(names):
@@ -466,87 +351,82 @@ def _encode_per_expert(model: Any, chosen: list[tuple[Target, Adapter]]) -> Iter
 
 
 def _with_zeros(model: nn.Module, chosen: list[tuple[Target, Adapter]]) -> Iterator[tuple[Target, Adapter]]:
-    """The adapters, and zeros of the same rank for the other linear of a block that has one alone."""
+    """Yield the adapters, and zeros of the same rank for the other linear of a block that has one alone."""
     adapters = {target.path: adapter for target, adapter in chosen}
-    blocks = {target.experts: adapter for target, adapter in chosen}
+    blocks = {target.experts: adapter for target, adapter in chosen if target.experts}
     for target in targets(model):
-        like, linear = blocks.get(target.experts), target.linear
-        if like is not None:
-            a = like.a.new_zeros(linear.num_experts, like.rank, linear.in_features)
-            b = like.a.new_zeros(linear.num_experts, linear.out_features, like.rank)
-            yield target, adapters.get(target.path) or Adapter(a, b, like.rank, like.scaling)
+        if (own := adapters.get(target.path)) is not None:
+            yield target, own
+        elif (like := blocks.get(target.experts)) is not None:
+            a = like.a.new_zeros(target.num_experts, like.rank, target.linear.in_features)
+            b = like.a.new_zeros(target.num_experts, target.linear.out_features, like.rank)
+            yield target, Adapter(a, b, like.rank, like.scaling)
 
 
 def _decode_per_expert(
     own: list[Target], given: dict[tuple[str, str], Tensor], config: dict[str, Any], place: str
 ) -> Iterator[tuple[Target, Adapter]]:
-    parts: dict[tuple[int, str], dict[int, Tensor]] = {}
+    block, experts = own[0].experts, own[0].num_experts
+    tensors: dict[tuple[int, str], dict[int, Tensor]] = {}
     names: dict[int, str] = {}
     for (inside, each), tensor in given.items():
         expert, _, name = inside.partition(".")
         if name not in _PARTS:
-            raise ValueError(f"path: {own[0].experts} has an adapter of {inside!r}, wanted one of {tuple(_PARTS)}")
-        parts.setdefault((_PARTS[name], each), {})[int(expert)] = tensor.float()
+            raise ValueError(f"path: {block} has an adapter of {inside!r}, wanted one of {tuple(_PARTS)}")
+        tensors.setdefault((_PARTS[name], each), {})[int(expert)] = tensor
         names[_PARTS[name]] = name
-    experts = own[0].linear.num_experts
-    stacked = {}
-    for key, tensors in parts.items():
-        if sorted(tensors) != list(range(experts)):
-            raise ValueError(
-                f"path: {own[0].experts} has adapters of {len(tensors)} of the {experts} experts, wanted all"
-            )
-        stacked[key] = torch.stack([tensors[expert] for expert in range(experts)])
-    if ((0, "A") in stacked) != ((1, "A") in stacked):
-        raise ValueError(f"path: {own[0].experts} has an adapter of gate_proj or up_proj alone, wanted both or neither")
-
-    def part(number: int) -> tuple[Tensor, Tensor, int, float]:
-        """A, B, rank and scaling of a projection, the last by the configuration."""
-        a, b = stacked[number, "A"], stacked[number, "B"]
-        rank, alpha = _rank_and_alpha(config, f"{place}.0.{names[number]}")
+    if (0 in names) != (1 in names):
+        raise ValueError(f"path: {block} has an adapter of gate_proj or up_proj alone, wanted both or neither")
+    found: dict[int, Adapter] = {}
+    for part, name in names.items():
+        rank, scaling = _rank_and_scaling(config, f"{place}.0.{name}")
+        pair = []
+        for each in "AB":
+            by_expert = tensors[part, each]
+            if sorted(by_expert) != list(range(experts)):
+                count = len(by_expert)
+                raise ValueError(f"path: {block} has adapters of {count} of the {experts} experts, wanted all")
+            pair.append(torch.stack([by_expert[expert] for expert in range(experts)]))
+        a, b = pair
         if (a.shape[1], b.shape[2]) != (rank, rank):
             raise ValueError(
-                f"path: {own[0].experts} has adapters {tuple(a.shape)} and {tuple(b.shape)} of {names[number]}, wanted"
-                f" rank {rank}, that of {CONFIG}"
+                f"path: {block} has adapters {tuple(a.shape)} and {tuple(b.shape)} of {name}, wanted rank {rank}, that"
+                f" of {CONFIG}"
             )
-        return a, b, rank, _scaling(config, rank, alpha)
-
-    if (0, "A") in stacked:
-        (gate_a, gate_b, rank, scaling), (up_a, up_b, other, up_scaling) = part(0), part(1)
-        if rank != other:
-            raise ValueError(f"path: {own[0].experts} has gate_proj of rank {rank}, up_proj of {other}, wanted one")
-        b = torch.cat([gate_b, up_b * (up_scaling / scaling)], 1)
-        yield own[0], Adapter(torch.cat([gate_a, up_a], 1), b, rank, scaling, 2)
-    if (2, "A") in stacked:
-        yield own[1], Adapter(*part(2))
+        found[part] = Adapter(a, b, rank, scaling)
+    if 0 in found:
+        gate, up = found[0], found[1]
+        if gate.rank != up.rank:
+            raise ValueError(f"path: {block} has gate_proj of rank {gate.rank}, up_proj of {up.rank}, wanted one")
+        b = torch.cat([gate.b, up.b * (up.scaling / gate.scaling)], 1)
+        yield own[0], Adapter(torch.cat([gate.a, up.a], 1), b, gate.rank, gate.scaling, 2)
+    if 2 in found:
+        yield own[1], found[2]
 
 
 # ---- what an adapter is
 
 
 def adapters(model: nn.Module, adapter: str) -> list[tuple[Target, Adapter]]:
-    """The linears that have an adapter of that name; ValueError where adapters are merged."""
-    return [(target, found) for target in targets(model) if (found := _adapter_of(target, adapter)) is not None]
+    """Return the linears that have an adapter of that name.
 
-
-def dense_adapters(model: nn.Module, adapter: str) -> list[tuple[DenseTarget, Adapter]]:
-    """The same of 4-bit dense layers."""
-    return [(target, found) for target in dense_targets(model) if (found := _adapter_of(target, adapter)) is not None]
-
-
-def _adapter_of(target: Target | DenseTarget, adapter: str) -> Adapter | None:
-    linear = target.linear
-    spec = linear.lora_specs.get(adapter) if isinstance(linear, LoRALinear) else None
-    if spec is None:
-        return None
-    if linear.lora_merged:
-        raise ValueError(f"model: {list(linear.lora_merged)} are merged in {target.path}, wanted unmerge_lora_ before")
-    experts = linear.num_experts
-    a, b = (each[adapter].detach().expand(experts, -1, -1) for each in (linear.lora_A, linear.lora_B))
-    return Adapter(a, b, spec.rank, spec.scaling, spec.parts)
+    Raises:
+        ValueError: adapters are merged, or the model is a process's part of a whole one.
+    """
+    refuse_part(model, "whose adapters are whole: each process has those of its part, in its state dict")
+    found = []
+    for target in targets(model):
+        linear = target.linear
+        if not isinstance(linear, LoRALinear) or (spec := linear.lora_specs.get(adapter)) is None:
+            continue
+        refuse_merged({target.path: linear})
+        a, b = (each[adapter].detach().expand(linear.num_experts, -1, -1) for each in (linear.lora_A, linear.lora_B))
+        found.append((target, Adapter(a, b, spec.rank, spec.scaling, spec.parts)))
+    return found
 
 
 def _joined(adapter: Adapter) -> Adapter:
-    """The same with one part: of two, A's rows one after the other, and B in blocks."""
+    """Return the adapter as one part: of two, A's rows one after the other, and B in blocks."""
     if adapter.parts == 1:
         return adapter
     gate, up = adapter.b.chunk(2, 1)
@@ -554,48 +434,40 @@ def _joined(adapter: Adapter) -> Adapter:
     return Adapter(adapter.a, b, 2 * adapter.rank, adapter.scaling)
 
 
-def _config(
-    model: Any, chosen: list[tuple[Target, Adapter]], dense: list[tuple[DenseTarget, Adapter]], per_expert: bool
-) -> dict[str, Any]:
-    ranks, alphas = numbers(model, chosen, dense, per_expert)
+def _config(model: Any, chosen: list[tuple[Target, Adapter]], per_expert: bool) -> dict[str, Any]:
+    ranks, alphas = numbers(model, chosen, per_expert)
     rank = min(ranks.values())
     alpha = next(alphas[name] for name in ranks if ranks[name] == rank)
-    modules = [target.name for target, _ in dense]
-    parameters = [name for name in ranks if name not in modules]
-    if per_expert:
-        modules, parameters = parameters + modules, []
+    dense = {target.name for target, _ in chosen if not target.experts}
+    modules = [name for name in ranks if per_expert or name in dense]
     return dict(
         peft_type="LORA", task_type="CAUSAL_LM", r=rank, lora_alpha=alpha, lora_dropout=0.0, bias="none",
         use_rslora=False, use_dora=False, fan_in_fan_out=False, inference_mode=True, init_lora_weights=True,
         base_model_name_or_path=getattr(getattr(model, "config", None), "_name_or_path", None) or None,
         target_modules=list(dict.fromkeys(name.rpartition(".")[2] for name in modules)),
-        target_parameters=sorted(set(map(_suffix, parameters))) or None,
+        target_parameters=sorted({_suffix(name) for name in ranks if name not in modules}) or None,
         rank_pattern=pattern(ranks, rank), alpha_pattern=pattern(alphas, alpha),
     )  # fmt: skip
 
 
 def numbers(
-    model: nn.Module,
-    chosen: list[tuple[Target, Adapter]],
-    dense: list[tuple[DenseTarget, Adapter]],
-    per_expert: bool,
+    model: nn.Module, chosen: list[tuple[Target, Adapter]], per_expert: bool
 ) -> tuple[dict[str, int], dict[str, float]]:
-    """Rank and alpha (for alpha / rank) by what the files name: parameters, or the projections of experts as
-    "...experts.#.gate_proj", for any expert."""
+    """Return rank and alpha (for alpha / rank) by what the files name: parameters and dense layers, or the projections
+    of experts as "...experts.#.gate_proj", for any expert."""
     ranks, alphas = {}, {}
     for target, adapter in _with_zeros(model, chosen) if per_expert else chosen:
-        path, projections = _source(model, target) if per_expert else (target.experts, (target.parameter,))
-        for projection in projections:
-            name = f"{path}.{_ANY}.{projection}" if per_expert else f"{path}.{projection}"
-            ranks[name] = adapter.rank if per_expert else adapter.rank * adapter.parts
-            alphas[name] = ranks[name] * adapter.scaling
-    for layer, adapter in dense:
-        ranks[layer.name], alphas[layer.name] = adapter.rank, adapter.rank * adapter.scaling
+        names, rank = [target.name], adapter.rank * adapter.parts
+        if per_expert and target.experts:
+            path, projections = _source(model, target)
+            names, rank = [f"{path}.{_ANY}.{projection}" for projection in projections], adapter.rank
+        for name in names:
+            ranks[name], alphas[name] = rank, rank * adapter.scaling
     return ranks, alphas
 
 
 def pattern(values: Mapping[str, float], general: float) -> dict[str, float]:
-    """PEFT's pattern of numbers by module, no two keys of which fit one name: PEFT sorts them when it saves."""
+    """Return PEFT's pattern of numbers by module, no two keys of which fit one name: PEFT sorts them when it saves."""
     if set(values.values()) == {general}:
         return {}
     by_suffix: dict[str, set[float]] = {}
@@ -611,22 +483,26 @@ def _escape(name: str) -> str:
 
 
 def _suffix(name: str) -> str:
-    """What layers have in common: "mlp.experts.down_proj"."""
+    """Return what names have in common over layers: "mlp.experts.down_proj"."""
     return ".".join(name.split(".")[-3:])
 
 
-def _rank_and_alpha(config: dict[str, Any], name: str) -> tuple[int, float]:
-    """Of a module by its name, as PEFT finds it in the patterns."""
+def rank_and_alpha(config: Mapping[str, Any], name: str) -> tuple[Any, Any]:
+    """Return the rank and alpha of a module by its name, as PEFT finds them in the patterns of a configuration."""
 
-    def of(pattern: dict[str, Any] | None, default: Any) -> Any:
-        for key, value in (pattern or {}).items():
-            if re.match(rf"(.*\.)?({key})$", name):
-                return value
-        return default
+    def of(pattern: Mapping[str, Any] | None, default: Any) -> Any:
+        return next((value for key, value in (pattern or {}).items() if re.match(rf"(.*\.)?({key})$", name)), default)
 
+    return (
+        of(config.get("rank_pattern"), config["r"]),
+        of(config.get("alpha_pattern"), config["lora_alpha"]),
+    )
+
+
+def _rank_and_scaling(config: dict[str, Any], name: str) -> tuple[int, float]:
     try:
-        rank = int(of(config.get("rank_pattern"), config["r"]))
-        alpha = float(of(config.get("alpha_pattern"), config["lora_alpha"]))
+        rank, alpha = rank_and_alpha(config, name)
+        rank, alpha = int(rank), float(alpha)
     except (AttributeError, KeyError, TypeError, ValueError, re.error) as error:
         raise ValueError(
             f"path: {CONFIG} has no valid r and lora_alpha, or rank_pattern and alpha_pattern, for {name} ({error!r})"
@@ -634,8 +510,4 @@ def _rank_and_alpha(config: dict[str, Any], name: str) -> tuple[int, float]:
     if rank < 1 or not math.isfinite(alpha) or alpha == 0:
         wanted = "wanted at least 1, and a finite number that is not 0"
         raise ValueError(f"path: {CONFIG} has rank {rank} and alpha {alpha} for {name}, {wanted}")
-    return rank, alpha
-
-
-def _scaling(config: dict[str, Any], rank: int, alpha: float) -> float:
-    return alpha / math.sqrt(rank) if config.get("use_rslora") else alpha / rank
+    return rank, alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)

@@ -1,202 +1,177 @@
-"""What PEFT's LoraModel does with adapters of 4-bit experts: switching, disabling, deleting, merging, refusing.
-Called by PeftModels of huggingface.lora, whose methods call the LoraModel's, and by saving; calls thunder_moe.lora and
-lora_merge.
+"""Switch, disable, delete, merge or refuse adapters of 4-bit layers when PEFT does so to its own.
+Called by PeftModels of huggingface.lora, whose methods call the LoraModel's; calls thunder_moe.lora and lora_merge.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+from peft import LoraModel
 from torch import nn
 
-from thunder_moe.integrations.huggingface.lora_files import dense_targets, is_named, targets
 from thunder_moe.lora import lora_linears, lora_parameters, refuse_merged, remove_lora_, use_lora_
 from thunder_moe.lora_merge import merge_lora_
 
-__all__ = ["TunerWithExperts", "kept_", "names_of", "refuse_changed", "refuse_left_out", "use"]
+__all__ = ["TunerWithExperts", "kept_", "names_of", "refuse_changed"]
 
 _LOGGER = logging.getLogger("thunder_moe")
 
 
-class TunerWithExperts:
-    """What the LoraModel in such a PeftModel does besides; a PeftModel's own methods call these."""
+class TunerWithExperts(LoraModel):
+    """A LoraModel that does to the adapters of 4-bit layers what it does to PEFT's.
 
-    experts_disabled = False
-    of_experts: frozenset[str] = frozenset()  # the adapters that 4-bit layers have got
+    Args:
+        tuner: a LoraModel, whose state it takes over: PEFT has made it, and knows no other class for it.
+
+    Attributes:
+        experts_disabled: whether `disable_adapter_layers` holds.
+        of_experts: the names of adapters that 4-bit layers have got.
+    """
+
+    def __init__(self, tuner: LoraModel) -> None:
+        nn.Module.__init__(self)
+        vars(self).update(vars(tuner))
+        self.experts_disabled = False
+        self.of_experts = frozenset(names_of(self.model))
 
     def set_adapter(self, adapter_name: str | list[str], inference_mode: bool = False) -> None:
-        """As PEFT's; the experts switch, too."""
-        tuner: Any = self
-        refuse_changed(tuner)
-        parent: Any = super()
-        parent.set_adapter(adapter_name, inference_mode)
-        use(tuner.model, adapter_name, not inference_mode)
-        if self.experts_disabled and lora_linears(tuner.model):
-            use_lora_(tuner.model, None)
+        """Switch adapters, those of 4-bit layers, too."""
+        refuse_changed(self)
+        super().set_adapter(adapter_name, inference_mode)
+        self.use(not inference_mode)
 
     def delete_adapter(self, adapter_name: str) -> None:
-        """As PEFT's; the experts lose theirs, too."""
-        tuner: Any = self
-        refuse_merged(lora_linears(tuner.model))
-        before, trainable = tuner.active_adapters, any(p.requires_grad for p in tuner.model.parameters())
-        parent: Any = super()
-        parent.delete_adapter(adapter_name)
-        if adapter_name in names_of(tuner.model):
-            remove_lora_(tuner.model, adapter_name)
+        """Delete an adapter, in 4-bit layers, too."""
+        refuse_merged(lora_linears(self.model))
+        before, trainable = self.active_adapters, any(p.requires_grad for p in self.model.parameters())
+        super().delete_adapter(adapter_name)
+        if adapter_name in names_of(self.model):
+            remove_lora_(self.model, adapter_name)
         self.of_experts -= {adapter_name}
-        if not tuner.active_adapters:  # PEFT has none of its own adapters left to choose from
-            tuner.active_adapter = [each for each in before if each != adapter_name] or list(tuner.peft_config)[:1]
-        if tuner.active_adapters != before and lora_linears(tuner.model):
-            use(tuner.model, tuner.active_adapters, trainable)
+        if not self.active_adapters:  # PEFT has none of its own adapters left to choose from
+            self.active_adapter = [each for each in before if each != adapter_name] or list(self.peft_config)[:1]
+        if self.active_adapters != before:
+            self.use(trainable)
 
     def disable_adapter_layers(self) -> None:
-        """As PEFT's; those of experts, too."""
-        tuner: Any = self
-        refuse_changed(tuner)
-        parent: Any = super()
-        parent.disable_adapter_layers()
+        """Disable all adapters, those of 4-bit layers, too."""
+        refuse_changed(self)
+        super().disable_adapter_layers()
         self.experts_disabled = True
-        if lora_linears(tuner.model):
-            use_lora_(tuner.model, None)
+        self._activate()
 
     def enable_adapter_layers(self) -> None:
-        """As PEFT's; those of experts, too."""
-        tuner: Any = self
-        refuse_changed(tuner)
-        parent: Any = super()
-        parent.enable_adapter_layers()
+        """Enable the active adapters, those of 4-bit layers, too."""
+        refuse_changed(self)
+        super().enable_adapter_layers()
         self.experts_disabled = False
-        known = names_of(tuner.model)
+        self._activate()
+
+    def _activate(self) -> None:
+        """Make the active adapters active in 4-bit layers, or none while adapters are disabled."""
+        known = names_of(self.model)
         if known:
-            use_lora_(tuner.model, [each for each in tuner.active_adapters if each in known])
+            wanted = [] if self.experts_disabled else self.active_adapters
+            use_lora_(self.model, [name for name in wanted if name in known])
+
+    def use(self, trainable: bool = True) -> None:
+        """Make the active adapters the only active ones in 4-bit layers, too.
+
+        Their parameters alone require gradients, if `trainable`.
+        """
+        self._activate()
+        for linear in lora_linears(self.model).values():
+            linear.lora_by_peft = True
+            for name in linear.lora_specs:
+                for parameters in (linear.lora_A, linear.lora_B):
+                    parameters[name].requires_grad_(trainable and name in self.active_adapters)
 
     def set_requires_grad(self, adapter_names: str | Sequence[str], requires_grad: bool = True) -> None:
-        """As PEFT's; those of experts, too."""
-        parent: Any = super()
-        parent.set_requires_grad(adapter_names, requires_grad)
-        tuner: Any = self
+        """Make parameters of adapters trainable or not, those of 4-bit layers, too."""
+        super().set_requires_grad(adapter_names, requires_grad)
         names = [adapter_names] if isinstance(adapter_names, str) else adapter_names
-        for linear in lora_linears(tuner.model).values():
+        for linear in lora_linears(self.model).values():
             for name in set(names) & linear.lora_specs.keys():
                 linear.lora_A[name].requires_grad_(requires_grad)
                 linear.lora_B[name].requires_grad_(requires_grad)
 
     def add_weighted_adapter(self, *args: Any, **kwargs: Any) -> None:
-        """Refused: experts would be without the new adapter."""
+        """Raise a ValueError: experts would be without the new adapter."""
         raise ValueError(
             "add_weighted_adapter: adapters of experts cannot be combined, wanted set_adapter or add_adapter"
         )
 
     def merge_adapter(self, adapter_names: list[str] | None = None, safe_merge: bool = False) -> None:
-        """As PEFT's, for what is PEFT's; adapters of experts stay beside, which gives the same numbers.
+        """Merge PEFT's adapters; those of 4-bit layers stay beside their weights, which gives the same numbers.
 
         Raises:
             ValueError: names of adapters that are not active.
         """
-        tuner: Any = self
-        if adapter_names is not None and set(adapter_names) != set(tuner.active_adapters):
+        if adapter_names is not None and set(adapter_names) != set(self.active_adapters):
             raise ValueError(
-                f"adapter_names: got {adapter_names}, wanted None or the active {tuner.active_adapters}, which the"
+                f"adapter_names: got {adapter_names}, wanted None or the active {self.active_adapters}, which the"
                 " experts compute with"
             )
-        parent: Any = super()
-        parent.merge_adapter(adapter_names, safe_merge)
+        super().merge_adapter(adapter_names, safe_merge)
 
     def _unload_and_optionally_merge(
         self, merge: bool = True, progressbar: bool = False, safe_merge: bool = False,
         adapter_names: list[str] | None = None,
     ) -> Any:  # fmt: skip
-        """As PEFT's `merge_and_unload` and `unload`; adapters of experts are merged into their 4-bit weights, or go."""
-        tuner: Any = self
+        """Run `merge_and_unload` or `unload`: adapters of 4-bit layers are merged into their weights, or removed."""
         if merge:
-            refuse_merged(lora_linears(tuner.model))
+            refuse_merged(lora_linears(self.model))
         else:
-            refuse_changed(tuner)
-        if not merge and lora_linears(tuner.model):
-            merged = [name for name, each in tuner.model.named_modules() if getattr(each, "merged_adapters", None)]
+            refuse_changed(self)
+        if not merge and lora_linears(self.model):
+            merged = [name for name, each in self.model.named_modules() if getattr(each, "merged_adapters", None)]
             if merged:
                 raise ValueError(
                     f"unload: got {merged[0]!r} with its adapters merged, while those of experts would go; wanted"
                     " merge_and_unload, or unmerge_adapter first"
                 )
-        names = [each for each in adapter_names or tuner.active_adapters if each in names_of(tuner.model)]
+        names = [each for each in adapter_names or self.active_adapters if each in names_of(self.model)]
         if merge and names:
-            errors = merge_lora_(tuner.model, names)
+            errors = merge_lora_(self.model, names)
             _LOGGER.warning(
                 "merged %s into quantized weights, whose rounding is up to %.2g times what they add;"
                 " merge_lora_(model, dequantize=True) merges into 16 bits", names, max(errors.values()),
             )  # fmt: skip
-        if lora_linears(tuner.model):
-            remove_lora_(tuner.model)
-        parent: Any = super()
-        return parent._unload_and_optionally_merge(merge, progressbar, safe_merge, adapter_names)
+        if lora_linears(self.model):
+            remove_lora_(self.model)
+        return super()._unload_and_optionally_merge(merge, progressbar, safe_merge, adapter_names)
 
     @contextmanager
     def _enable_peft_forward_hooks(self, *args: Any, **kwargs: Any) -> Iterator[None]:
-        tuner: Any = self
-        if kwargs.get("adapter_names") is not None and lora_linears(tuner.model):
+        if kwargs.get("adapter_names") is not None and lora_linears(self.model):
             raise ValueError(
                 "adapter_names: experts have one for all rows of a batch, wanted set_adapter and a call for each"
             )
-        parent: Any = super()
-        with parent._enable_peft_forward_hooks(*args, **kwargs):
+        with super()._enable_peft_forward_hooks(*args, **kwargs):
             yield
 
 
 @contextmanager
 def kept_(tuner: Any, trainable: bool = False) -> Iterator[None]:
-    """Which adapters are active, and which of their parameters are trainable, stays so when adapters come; new ones are
-    trainable if they are to be and are active."""
+    """Keep active adapters active and trainable parameters trainable while adapters are added.
+
+    New adapters are trainable if `trainable` and if they are active.
+    """
     before = {id(parameter): parameter.requires_grad for parameter in lora_parameters(tuner.model)}
     try:
         yield
     finally:
         tuner.of_experts |= names_of(tuner.model)
-        use(tuner.model, tuner.active_adapters, trainable)
-        if tuner.experts_disabled and lora_linears(tuner.model):
-            use_lora_(tuner.model, None)
+        tuner.use(trainable)
         for parameter in lora_parameters(tuner.model):
             parameter.requires_grad_(before.get(id(parameter), parameter.requires_grad))
 
 
-def refuse_left_out(model: Any, configs: Mapping[str, Any]) -> None:
-    """Raises where stock PEFT has left out 4-bit layers that its configuration means: experts that are among its
-    target_parameters, or dense layers where it has adapted each 16-bit one, as for "all-linear".
-
-    PEFT's layers are taken out of the model again; its parameters stay frozen.
-
-    Raises:
-        ValueError: names a layer, and `thunder_moe.get_peft_model`.
-    """
-    wrapped = {name: module for name, module in model.named_modules() if hasattr(module, "base_layer")}
-    if not wrapped or lora_linears(model) or all(hasattr(each, "left_out_on_purpose") for each in configs.values()):
-        return
-    named = [name for config in configs.values() for name in getattr(config, "target_parameters", None) or ()]
-    left = [target.name for target in targets(model) if is_named(target.name, named)]
-    head, inside = model.get_output_embeddings(), tuple(f"{name}." for name in wrapped)
-    others = (name for name, module in model.named_modules() if isinstance(module, nn.Linear) and module is not head)
-    if all(name.startswith(inside) for name in others):
-        left += [layer.name for layer in dense_targets(model) if layer.linear is not head]
-    if not left:
-        return
-    for name, module in wrapped.items():
-        while hasattr(module, "base_layer"):
-            module = module.base_layer
-        if not name.endswith(".base_layer"):
-            model.set_submodule(name, module)
-    model._hf_peft_config_loaded = False  # transformers' add_adapter has set it, and save_pretrained would read it
-    raise ValueError(
-        f"peft: got {len(left)} 4-bit layers, {left[0]} and others, which PEFT does not know and leaves without"
-        f" adapters, beside {next(iter(wrapped))}; wanted thunder_moe.get_peft_model(model, LoraConfig(...)) with a new"
-        " configuration, or load_peft_model(model, path) for files"
-    )
-
-
 def refuse_changed(tuner: Any) -> None:
-    """ValueError where adapters of 4-bit layers are merged, or gone since PEFT has wrapped the model."""
+    """Raise a ValueError where adapters of 4-bit layers are merged, or gone since PEFT has wrapped the model."""
     refuse_merged(lora_linears(tuner.model))
     if gone := sorted(tuner.of_experts - names_of(tuner.model)):
         raise ValueError(
@@ -207,18 +182,5 @@ def refuse_changed(tuner: Any) -> None:
 
 
 def names_of(model: nn.Module) -> set[str]:
-    """Of the adapters that experts have."""
+    """Return the names of the adapters that 4-bit layers have."""
     return {name for linear in lora_linears(model).values() for name in linear.lora_specs}
-
-
-def use(model: nn.Module, adapters: str | Sequence[str], trainable: bool = True) -> None:
-    """Makes adapters the only active ones, whose parameters alone require gradients, if at all, as PEFT's do."""
-    linears, known = lora_linears(model), names_of(model)
-    wanted = [adapters] if isinstance(adapters, str) else adapters
-    if linears:
-        use_lora_(model, [name for name in wanted if name in known])
-    for linear in linears.values():
-        linear.lora_by_peft = True
-        for name in linear.lora_specs:
-            for parameters in (linear.lora_A, linear.lora_B):
-                parameters[name].requires_grad_(trainable and name in wanted)

@@ -24,7 +24,7 @@ from torch.nn.utils import parametrize
 
 from thunder_moe.checkpoint.files import INDEX_NAME
 from thunder_moe.checkpoint.writer import MAX_SHARD_SIZE
-from thunder_moe.integrations.huggingface.lora_tuner import refuse_left_out
+from thunder_moe.integrations.huggingface.lora_targets import refuse_left_out
 from thunder_moe.lora import lora_linears
 from thunder_moe.nn.packed import NVFP4Module
 from thunder_moe.qat import FakeQuantize
