@@ -30,8 +30,8 @@ from thunder_moe.compilers.dynamo.nodes import (
     value_of,
 )
 from thunder_moe.compilers.dynamo.scopes import Scope
-from thunder_moe.compilers.dynamo.sites import Site, Weights, part_of, products_with_silu, site_of
-from thunder_moe.compilers.spellings import MismatchError, is_interleaved, require
+from thunder_moe.compilers.dynamo.sites import Site, Weights, find_swiglu, site_of
+from thunder_moe.compilers.spellings import MismatchError, require
 
 __all__ = ["DenseExperts", "Routing", "find_dense_experts"]
 
@@ -89,36 +89,27 @@ def find_dense_experts(scope: Scope, weights: Weights) -> list[DenseExperts]:
         if weights.behind(scope, source, weight)[0] is not None:
             sites[node] = site_of(node, scope, source, weight, rows, None, weights)
     blocks, covered = [], set()
+    swiglus = {swiglu.product: swiglu for swiglu in find_swiglu(scope, sites.values())}
     for second in sites.values():
-        try:
-            first, between = _swiglu(second, sites)
-        except MismatchError:
+        swiglu = swiglus.get(given(second.node)["input"])
+        if swiglu is None or len(swiglu.sites) > 1 or swiglu.interleaved:
             continue
+        (first,) = swiglu.sites
         covered |= {first.node, second.node}
         reasons = [f"{site.gemm.weight}: {site.reason}" for site in (first, second) if site.reason is not None]
         if reasons:
             blocks.append(DenseExperts((first, second), None, reasons[0]))
             continue
         try:
-            blocks.append(DenseExperts((first, second), _routing(first, second, between), None))
+            blocks.append(DenseExperts((first, second), _routing(first, second, swiglu.replaced), None))
         except MismatchError as difference:
             blocks.append(DenseExperts((first, second), None, f"{_DENSE}: {difference}"))
     alone = [DenseExperts((site,), None, f"{_DENSE}, without a SwiGLU") for site in sites.values()]
     return blocks + [single for single in alone if single.sites[0].node not in covered]
 
 
-def _swiglu(second: Site, sites: dict[fx.Node, Site]) -> tuple[Site, set[fx.Node]]:
-    """The GEMM of gate and up whose SwiGLU the second one reads, and the nodes between the two."""
-    product = given(second.node)["input"]
-    for silu, gate, up in products_with_silu(product):
-        (whole, low), (other, high) = part_of(gate), part_of(up)
-        if whole is not None and whole is other and whole in sites and is_interleaved(low, high) is False:
-            return sites[whole], {product, silu, gate, up, given(gate)["input"], given(up)["input"]}
-    raise MismatchError
-
-
-def _routing(first: Site, second: Site, between: set[fx.Node]) -> Routing:
-    experts, hidden, nodes = first.gemm.experts, first.gemm.in_features, {first.node, second.node} | between
+def _routing(first: Site, second: Site, swiglu: frozenset[fx.Node]) -> Routing:
+    experts, hidden, nodes = first.gemm.experts, first.gemm.in_features, {second.node, *swiglu}
     total, inner = _sum_over_experts(second, nodes)
     for node in inner:
         require(set(node.users) <= inner | {total}, f"{node.name} is read elsewhere")

@@ -18,7 +18,8 @@ import torch
 from torch import fx
 
 from thunder_moe.compilers.dynamo.nodes import calls, value_of
-from thunder_moe.compilers.dynamo.sites import Site, SwiGLUNodes, read_live_rows_alone
+from thunder_moe.compilers.dynamo.sites import Site, read_live_rows_alone
+from thunder_moe.compilers.swiglu import SwiGLU
 from thunder_moe.formats.block_format import NVFP4
 from thunder_moe.ops import grouped_mm, grouped_swiglu  # noqa: F401  (registers the operators)
 
@@ -57,7 +58,7 @@ def replace_gemm(site: Site, weight: Packed) -> None:
     _hand_over(node, out)
 
 
-def replace_swiglu(block: SwiGLUNodes, gate_up: Packed, down: Packed | None = None) -> None:
+def replace_swiglu(block: SwiGLU, gate_up: Packed, down: Packed | None = None) -> None:
     """Replaces the uses of a SwiGLU and its GEMMs, with `down` those of the `activated_grouped_linear` that it is a
     part of; the node stays, without users."""
     graph, node = block.sites[0].scope.graph, block.product
@@ -76,7 +77,7 @@ def replace_swiglu(block: SwiGLUNodes, gate_up: Packed, down: Packed | None = No
     _hand_over(node, out)
 
 
-def _bias_of(graph: fx.Graph, block: SwiGLUNodes) -> fx.Node | None:
+def _bias_of(graph: fx.Graph, block: SwiGLU) -> fx.Node | None:
     """The bias (E, 2I) of gate and up, the gate's part first."""
     biases: list[fx.Node | None] = [site.arguments.get("bias") for site in block.sites]
     if biases[0] is None:

@@ -37,7 +37,6 @@ from thunder_moe.compilers.dynamo.scopes import Scope, attribute, scopes_of
 from thunder_moe.compilers.dynamo.selected_experts import SelectedExperts, find_selected_experts
 from thunder_moe.compilers.dynamo.sites import (
     Site,
-    SwiGLUNodes,
     Weights,
     find_sites,
     find_swiglu,
@@ -46,6 +45,7 @@ from thunder_moe.compilers.dynamo.sites import (
 from thunder_moe.compilers.dynamo.whole_experts import WholeExperts, find_whole_experts, whole_selected_experts
 from thunder_moe.compilers.eligibility import EXPERTS, QUANTIZED, Decision, common_format, describe
 from thunder_moe.compilers.report import Others, RouterEntry
+from thunder_moe.compilers.swiglu import SwiGLU
 from thunder_moe.formats.block_format import BLOCK_FORMATS
 from thunder_moe.kernels.slow_paths import warn_once
 from thunder_moe.ops import experts, experts_lora, trainable_grouped_mm  # noqa: F401  (registers the operators)
@@ -234,10 +234,10 @@ def rewrite(
     packs: dict[tuple[Any, ...], _Pack] = {}
     packed: dict[tuple[Any, ...], Packed] = {}
 
-    def packed_inputs(call: Site | SwiGLUNodes) -> Packed:
+    def packed_inputs(call: Site | SwiGLU) -> Packed:
         sites = (call,) if isinstance(call, Site) else call.sites
         nodes = [site.weight for site in sites if site.weight is not None]
-        transposed, interleaved = sites[0].transposed, call.interleaved if isinstance(call, SwiGLUNodes) else 0
+        transposed, interleaved = sites[0].transposed, call.interleaved if isinstance(call, SwiGLU) else 0
         format = common_format(*(site.gemm for site in sites))
         key = (transposed, interleaved, *nodes)
         if key not in packs:
@@ -348,7 +348,7 @@ class _Plan:
     gradient."""
 
     sites: list[Site]
-    calls: list[Site | SwiGLUNodes]
+    calls: list[Site | SwiGLU]
     whole: list[WholeExperts]
     dense: list[DenseExperts]
     selected: list[SelectedExperts]
@@ -359,7 +359,9 @@ class _Plan:
 def _plan(scope: Scope, weights: Weights) -> _Plan:
     sites = find_sites(scope, weights)
     eligible = [site for site in sites if site.reason is None]
-    blocks, unfused = find_swiglu(scope, eligible)
+    swiglus = find_swiglu(scope, eligible)
+    blocks = [block for block in swiglus if block.reason is None]
+    unfused = {site: block.reason for block in swiglus for site in block.sites}
     fused = {site for block in blocks for site in block.sites}
     downs = {block.down for block in blocks if block.down is not None}
     dense = find_dense_experts(scope, weights)

@@ -20,7 +20,8 @@ from thunder_moe.compilers.dynamo.effects import is_in_a_function_transform, sto
 from thunder_moe.compilers.dynamo.expert_ids import reason_against_ids
 from thunder_moe.compilers.dynamo.nodes import calls, given, only_user, value_of
 from thunder_moe.compilers.dynamo.scopes import Scope
-from thunder_moe.compilers.dynamo.sites import Site, SwiGLUNodes, Weights, find_swiglu, site_of
+from thunder_moe.compilers.dynamo.sites import Site, Weights, find_swiglu, site_of
+from thunder_moe.compilers.swiglu import SwiGLU
 
 __all__ = ["SelectedExperts", "SelectedSite", "find_selected_experts"]
 
@@ -50,19 +51,18 @@ class SelectedExperts:
     """One such product, or two around a SwiGLU; `swiglu` is None for one."""
 
     sites: tuple[SelectedSite, ...]
-    swiglu: SwiGLUNodes | None = None
+    swiglu: SwiGLU | None = None
 
 
 def find_selected_experts(scope: Scope, weights: Weights) -> tuple[list[SelectedExperts], list[SelectedSite]]:
     """The products of a graph as dynamo gives it to a backend: (those to rewrite, all)."""
     sites = [site for node in scope.graph.nodes if (site := _site(node, scope, weights)) is not None]
     eligible = {site.node: site for site in sites if site.reason is None}
-    swiglus, _ = find_swiglu(scope, list(eligible.values()))
     blocks: list[SelectedExperts] = []
-    for swiglu in swiglus:
+    for swiglu in find_swiglu(scope, eligible.values()):
         first = swiglu.sites[0]
         second = next((site for site in eligible.values() if site.operands[0] is swiglu.product), None)
-        if len(swiglu.sites) > 1 or second is None or not isinstance(first, SelectedSite):
+        if swiglu.reason is not None or len(swiglu.sites) > 1 or second is None or not isinstance(first, SelectedSite):
             continue
         (unsqueezed,) = (node for node in second.nodes if calls(node, "unsqueeze"))
         whole = only_user(swiglu.product, unsqueezed) and second.ids is first.ids

@@ -37,8 +37,9 @@ from thunder_moe.compilers.dynamo.nodes import (
 )  # fmt: skip
 from thunder_moe.compilers.dynamo.scopes import Scope
 from thunder_moe.compilers.dynamo.selected_experts import SelectedExperts
-from thunder_moe.compilers.dynamo.sites import Site, SwiGLUNodes
+from thunder_moe.compilers.dynamo.sites import Site
 from thunder_moe.compilers.spellings import MismatchError, require
+from thunder_moe.compilers.swiglu import SwiGLU
 
 __all__ = ["WholeExperts", "find_whole_experts", "whole_selected_experts"]
 
@@ -62,7 +63,7 @@ class WholeExperts:
         nodes: all nodes that it consists of.
     """
 
-    first: SwiGLUNodes
+    first: SwiGLU
     down: Site
     tokens: _Operand | None = None
     ids: _Operand | None = None
@@ -82,7 +83,7 @@ class WholeExperts:
         return tokens, ids, weights
 
 
-def find_whole_experts(scope: Scope, blocks: list[SwiGLUNodes], sites: list[Site]) -> list[WholeExperts]:
+def find_whole_experts(scope: Scope, blocks: list[SwiGLU], sites: list[Site]) -> list[WholeExperts]:
     """The layers whose experts are grouped GEMMs.
 
     Args:
@@ -123,7 +124,7 @@ def whole_selected_experts(scope: Scope, products: SelectedExperts) -> WholeExpe
 
 
 class _Matcher:
-    def __init__(self, scope: Scope, block: SwiGLUNodes, down: Site) -> None:
+    def __init__(self, scope: Scope, block: SwiGLU, down: Site) -> None:
         self.scope = scope
         self.found = WholeExperts(block, down)
         self.order: Any = None
@@ -312,7 +313,7 @@ class _Matcher:
         require(weights.dtype in (torch.bfloat16, torch.float16, torch.float32))
         sorter: Any = found.ids
         require(reason_against_ids(scope, found.operands[1], sorter[0], self.experts) is None)
-        found.nodes |= found.first.nodes
+        found.nodes |= found.first.replaced
         members: list[Any] = list(found.nodes)
         for node in members:  # in place: seen by nobody else
             if is_in_place(node):
