@@ -36,8 +36,11 @@ class SwiGLUGraph(Protocol):
         sites: the GEMMs that may be fused, by what they make.
     """
 
-    operations: Iterable[Any]
-    sites: Mapping[Any, Any]
+    @property
+    def operations(self) -> Iterable[Any]: ...
+
+    @property
+    def sites(self) -> Mapping[Any, Any]: ...
 
     def maker(self, tensor: Any) -> Any:
         """Return the operation that makes a tensor; None for an input."""
@@ -112,7 +115,7 @@ def _of_operator(graph: SwiGLUGraph, product: Any) -> Iterator[SwiGLU]:
         return
     if offsets is not None and not graph.same(gemm.site.operands[2], offsets):
         return
-    form = {name: named[name] for name in ("alpha", "limit", "up_shift") if name in named}
+    form: dict[str, Any] = {name: named[name] for name in ("alpha", "limit", "up_shift") if name in named}
     replaced, interleaved = gemm.operations | {product}, named.get("interleave", 0)
     yield SwiGLU((gemm.site,), product, replaced, interleaved, gemm.bias, form, named.get("scales"), down)
 

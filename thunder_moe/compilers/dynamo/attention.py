@@ -90,8 +90,8 @@ def find_repeated_attention(scope: Scope, *, on_any_device: bool) -> list[Repeat
     return found
 
 
-def group_heads(found: RepeatedAttention) -> None:
-    """Rewrites the call of one of `find_repeated_attention`, for the caller to erase."""
+def group_heads(found: RepeatedAttention) -> fx.Node:
+    """Add what computes the call of one of `find_repeated_attention`, for the caller to put in its place."""
     node, graph = found.node, found.scope.graph
     named = given(node)
     options: dict[str, Any] = {name: named[name] for name in ("attn_mask", "dropout_p", "scale") if name in named}
@@ -116,8 +116,7 @@ def group_heads(found: RepeatedAttention) -> None:
         out = graph.call_function(F.scaled_dot_product_attention, arguments, options)
         if not found.by_cudnn:
             out = method("unsqueeze", method("flatten", out, 1, 2), 2)
-    out.meta = dict(node.meta)
-    node.replace_all_uses_with(out)
+    return out
 
 
 def _behind_repeat(node: Any) -> _Repeat | None:

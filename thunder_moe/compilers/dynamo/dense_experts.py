@@ -75,6 +75,11 @@ class DenseExperts:
     routing: Routing | None
     reason: str | None
 
+    @property
+    def keeps_width(self) -> bool:
+        """True if the experts give as many features as tokens have."""
+        return self.sites[0].gemm.in_features == self.sites[-1].gemm.out_features
+
 
 def find_dense_experts(scope: Scope, weights: Weights) -> list[DenseExperts]:
     """All batched GEMMs whose weight is a parameter or buffer, in a graph as dynamo gives it to a backend."""

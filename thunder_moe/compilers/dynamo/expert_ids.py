@@ -31,7 +31,7 @@ from thunder_moe.compilers.dynamo.nodes import (
 )  # fmt: skip
 from thunder_moe.compilers.dynamo.scopes import Scope
 
-__all__ = ["erase_idle_masks", "reason_against_ids"]
+__all__ = ["reason_against_ids", "remove_noop_masks"]
 
 
 def reason_against_ids(scope: Scope, ids: Any, reader: fx.Node, experts: int) -> str | None:
@@ -41,7 +41,7 @@ def reason_against_ids(scope: Scope, ids: Any, reader: fx.Node, experts: int) ->
     return None
 
 
-def erase_idle_masks(scope: Scope) -> bool:
+def remove_noop_masks(scope: Scope) -> bool:
     """Erases masks and upper bounds of ids that change nothing, and says whether there were any. The scope is to be
     made anew then."""
     if scope.refusal is not None:

@@ -4,13 +4,13 @@ Called by rewrite.py, sites.py and dense_experts.py; calls effects.py.
     root:  w, x, o = placeholders;  y = tag_activation_checkpoint(body, x, w.mT, o)
     body:                           x, w_mT, o = placeholders; grouped_mm(x, w_mT, o)
 
-A nested graph reads what is handed to it: `Scope.bring` hands an input of the root through to it.
+A nested graph reads what is handed to it: `Scope.thread_into_subgraph` hands an input of the root through to it.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -51,7 +51,7 @@ class Scope:
     refusal: str | None = None
     differentiates_itself: bool = False
     children: dict[fx.Node, list[Scope]] = field(default_factory=dict)
-    _brought: dict[fx.Node, fx.Node] = field(default_factory=dict)
+    _threaded: dict[fx.Node, fx.Node] = field(default_factory=dict)
 
     @property
     def graph(self) -> fx.Graph:
@@ -93,19 +93,24 @@ class Scope:
             (node,) = sources
         return node
 
-    def bring(self, node: fx.Node) -> fx.Node:
-        """An input of the root as a node of this scope."""
+    def as_it_is(self) -> Scope:
+        """Return the scope of this graph after a rewrite."""
+        first = next(iter(self.graph.nodes))
+        return replace(self, modes=grad_modes(self.graph, self.modes.get(first, True)))
+
+    def thread_into_subgraph(self, node: fx.Node) -> fx.Node:
+        """Return an input of the root as a node of this scope, through further operands of the calls between."""
         if self.parent is None:
             return node
-        if node not in self._brought:
+        if node not in self._threaded:
             assert self.call is not None
-            _append_operand(self.call, self.parent.bring(node))
+            _append_operand(self.call, self.parent.thread_into_subgraph(node))
             for body in self.bodies:
                 last = body.graph.find_nodes(op="placeholder")[-1]
                 with body.graph.inserting_after(last):
-                    body._brought[node] = body.graph.placeholder(node.name)
-                body._brought[node].meta["example_value"] = node.meta["example_value"]
-        return self._brought[node]
+                    body._threaded[node] = body.graph.placeholder(node.name)
+                body._threaded[node].meta["example_value"] = node.meta["example_value"]
+        return self._threaded[node]
 
 
 def scopes_of(gm: fx.GraphModule, grad_enabled: bool) -> list[Scope]:

@@ -90,11 +90,16 @@ class Weights:
         """
         self._scopes = scopes
         self.tensors = tensors
+        self._positions = {node: at for at, node in enumerate(scopes[0].graph.find_nodes(op="placeholder"))}
         self._by_storage: dict[int, list[fx.Node]] = {}
         for node, real in tensors.items():
             if _is_static(node, real):
                 for storage in storages_of(scopes[0].value_of(node)):
                     self._by_storage.setdefault(storage, []).append(node)
+
+    def handle(self, node: fx.Node) -> int | torch.Tensor:
+        """Return the position of an input among the graph's, or the tensor that the graph holds."""
+        return self._positions.get(node, self.tensors[node])
 
     def is_static(self, node: fx.Node) -> bool:
         """Whether an input is a parameter or buffer."""

@@ -156,7 +156,7 @@ class _Graph:
     def given(self, operation: Any) -> dict[str, Any]:
         bsym = self.symbols[operation]
         if bsym.sym.id == scaled_activation.id:
-            return dict(zip(("mat_a", "scales", "offs"), bsym.args, strict=True)) | bsym.kwargs
+            return {**dict(zip(("mat_a", "scales", "offs"), bsym.args, strict=True)), **bsym.kwargs}
         return spelled(bsym)[1]
 
     def readers(self, operation: Any) -> set[int]:
