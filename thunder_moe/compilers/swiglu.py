@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, Protocol
 
-from thunder_moe.compilers.spellings import is_interleaved
+from thunder_moe.compilers.spellings import Operations, is_interleaved
 
 __all__ = ["Gemm", "SwiGLU", "SwiGLUGraph", "find_swiglu"]
 
@@ -26,30 +26,16 @@ class Gemm(NamedTuple):
     operations: frozenset[Any]
 
 
-class SwiGLUGraph(Protocol):
-    """A program as tensors and operations, as `routers.RouterGraph` has them, with the GEMMs that may be fused.
-
-    Operations in place have the kind "".
-
-    Attributes:
-        operations: all of them, in order.
-        sites: the GEMMs that may be fused, by what they make.
-    """
+class SwiGLUGraph(Operations, Protocol):
+    """A program, with the GEMMs that may be fused. Operations in place have the kind ""."""
 
     @property
-    def operations(self) -> Iterable[Any]: ...
+    def operations(self) -> Iterable[Any]:
+        """All of them, in order."""
 
     @property
-    def sites(self) -> Mapping[Any, Any]: ...
-
-    def maker(self, tensor: Any) -> Any:
-        """Return the operation that makes a tensor; None for an input."""
-
-    def kind(self, operation: Any) -> str:
-        """Return the kind of an operation in the table of spellings."""
-
-    def given(self, operation: Any) -> dict[str, Any]:
-        """Return the arguments of an operation by name."""
+    def sites(self) -> Mapping[Any, Any]:
+        """The GEMMs that may be fused, by what they make."""
 
     def readers(self, operation: Any) -> set[Any]:
         """Return the operations that read a result of one."""
@@ -97,21 +83,23 @@ class SwiGLU:
 
 def find_swiglu(graph: SwiGLUGraph) -> list[SwiGLU]:
     """Return the SwiGLUs whose GEMMs are all among a graph's sites; each site is in one at most."""
-    found = []
-    for product in graph.operations:
-        blocks = (*_of_operator(graph, product), *_as_written(graph, product))
+    found: list[SwiGLU] = []
+    for product in graph.operations if graph.sites else ():
+        kind = graph.kind(product)
+        written = _as_written(graph, product) if kind == "mul" else ()
+        blocks = _of_operator(graph, product, kind) if kind in ("activation", "activated") else written
         whole = (block for block in blocks if _is_read_inside_alone(graph, block))
         found += [replace(block, reason=graph.reason_against_fusing(block)) for block in whole][:1]
     return found
 
 
-def _of_operator(graph: SwiGLUGraph, product: Any) -> Iterator[SwiGLU]:
+def _of_operator(graph: SwiGLUGraph, product: Any, kind: str) -> Iterator[SwiGLU]:
     """Yield the SwiGLU that an operator of ours computes, alone or before the GEMM of the down projection."""
-    kind, named = graph.kind(product), graph.given(product)
-    if kind not in ("activation", "activated") or named.get("kind", "swiglu") != "swiglu":
+    named = graph.given(product)
+    if named.get("kind", "swiglu") != "swiglu":
         return
     gemm, down, offsets = graph.gemm(named["mat_a"]), graph.sites.get(product), named.get("offs")
-    if gemm is None or not gemm.site.own or (kind == "activated" and down is None):
+    if gemm is None or not gemm.site.is_thunder_moe_op or (kind == "activated" and down is None):
         return
     if offsets is not None and not graph.same(gemm.site.operands[2], offsets):
         return
@@ -122,7 +110,7 @@ def _of_operator(graph: SwiGLUGraph, product: Any) -> Iterator[SwiGLU]:
 
 def _as_written(graph: SwiGLUGraph, product: Any) -> Iterator[SwiGLU]:
     """Yield the SwiGLUs that a product may be: of two GEMMs, of the parts of one, and in both orders."""
-    factors = tuple(graph.given(product).values()) if graph.kind(product) == "mul" else ()
+    factors = tuple(graph.given(product).values())
     for activated, up in (factors, factors[::-1]) if len(factors) == 2 else ():
         silu = graph.maker(activated)
         if graph.kind(silu) != "silu" or graph.given(silu).get("inplace"):
@@ -143,8 +131,8 @@ def _as_written(graph: SwiGLUGraph, product: Any) -> Iterator[SwiGLU]:
 def _can_be_stacked(graph: SwiGLUGraph, gate: Gemm, up: Gemm) -> bool:
     """True if one GEMM with both weights gives what two of them do."""
     first, second = gate.site, up.site
-    alike = (first.own, first.transposed, first.gemm.out_features, gate.bias is None) == (
-        second.own, second.transposed, second.gemm.out_features, up.bias is None,
+    alike = (first.is_thunder_moe_op, first.transposed, first.gemm.out_features, gate.bias is None) == (
+        second.is_thunder_moe_op, second.transposed, second.gemm.out_features, up.bias is None,
     )  # fmt: skip
     (rows, _, offsets), (other_rows, _, other_offsets) = first.operands, second.operands
     return alike and first is not second and graph.same(rows, other_rows) and graph.same(offsets, other_offsets)

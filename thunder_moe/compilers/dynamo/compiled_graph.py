@@ -43,7 +43,7 @@ def compile_graph(
     dynamic: bool | None = None,
     note: str = "",
 ) -> Callable[..., Any]:
-    """Rewrites a graph and compiles the result.
+    """Rewrite a graph and compiles the result.
 
     Args:
         gm: dynamo's graph.
@@ -81,7 +81,7 @@ def compile_graph(
 def _runner(
     rewritten: Rewritten, graph: Graph, compiled: Callable[..., Any], in_16_bit: Callable[..., Any] | None = None
 ) -> Callable[..., Any]:
-    """The callable that replaces dynamo's graph.
+    """Return the callable that replaces dynamo's graph.
 
     Args:
         rewritten: how the inputs become those of the rewritten graph.
@@ -95,7 +95,7 @@ def _runner(
 
     trained, writes = (
         bool(rewritten.trained),
-        bool(rewritten.memory.written),
+        bool(rewritten.written),
     )  # at every call: 0.1 us for a look or a call
 
     def run(*given: Any) -> Any:

@@ -19,7 +19,7 @@ from thunder_moe.compilers.dynamo.sites import Weights
 from thunder_moe.kernels.slow_paths import warn_once
 from thunder_moe.weight_cache import WEIGHT_CACHE
 
-__all__ = ["Memory", "Pack", "Rewritten", "memory_of_inputs"]
+__all__ = ["Pack", "Rewritten", "memory_of_inputs"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,29 +55,14 @@ class Pack:
             raise ValueError(f"cannot quantize {self.names}: {error}") from error
 
 
-@dataclass(frozen=True, eq=False)
-class Memory:
-    """Which inputs a graph changes in place, and which may share memory with them.
-
-    Attributes:
-        written: positions of the inputs that the graph or one nested in it changes.
-        compared: those, and the positions of all other inputs but parameters and buffers.
-        aliases: pairs of these that shared their memory when the graph was analysed, the lower position first.
-    """
-
-    written: frozenset[int] = frozenset()
-    compared: tuple[int, ...] = ()
-    aliases: frozenset[tuple[int, int]] = frozenset()
-
-
-def memory_of_inputs(root: Scope, weights: Weights) -> Memory:
-    """Return what a graph that is not yet rewritten changes."""
+def memory_of_inputs(root: Scope, weights: Weights) -> dict[str, Any]:
+    """Return `written`, `compared` and `aliases` of a graph that is not rewritten yet."""
     inputs = [(at, node) for at, node in enumerate(root.graph.find_nodes(op="placeholder")) if node in weights.tensors]
     storages = {at: storages_of(root.value_of(node)) for at, node in inputs}
     written = {at for at, own in storages.items() if any(step.changes(own) for step in root.program.steps)}
     compared = tuple(at for at, node in inputs if at in written or not weights.is_static(node))
     aliases = frozenset((a, b) for a, b in combinations(compared, 2) if storages[a] & storages[b])
-    return Memory(frozenset(written), compared, aliases)
+    return dict(written=frozenset(written), compared=compared, aliases=aliases)
 
 
 @dataclass(frozen=True, eq=False)
@@ -90,7 +75,9 @@ class Rewritten:
         trained: weights that stay 16-bit because they are being trained.
         watched: all weights that require a gradient; they are being trained where a forward hides its grad mode.
         frozen: packed weights that require no gradient.
-        memory: what the graph changes in place.
+        written: positions of the inputs that the graph or one nested in it changes in place.
+        compared: those, and the positions of all other inputs but parameters and buffers.
+        aliases: pairs of these that shared their memory when the graph was analysed, the lower position first.
         enables_grad: gradients are disabled outside of the graph and enabled at the GEMM of a packed weight.
         told_by: the weight that tells whose call it is, of the models that share the graph; None: there is none.
     """
@@ -100,9 +87,11 @@ class Rewritten:
     trained: tuple[int | Tensor, ...]
     watched: tuple[int | Tensor, ...]
     frozen: tuple[int | Tensor, ...]
-    memory: Memory
     enables_grad: bool
     told_by: int | Tensor | None
+    written: frozenset[int] = frozenset()
+    compared: tuple[int, ...] = ()
+    aliases: frozenset[tuple[int, int]] = frozenset()
 
     def inputs(self, given: Sequence[Any], *, examples: bool = False) -> list[Any]:
         """Return the inputs; with `examples`, of zeros where weights cannot be packed yet."""
@@ -117,8 +106,8 @@ class Rewritten:
             given: inputs of dynamo's graph.
         """
         owners: dict[int, list[int]] = {}
-        written, aliases = self.memory.written, self.memory.aliases
-        for position in self.memory.compared:
+        written, aliases = self.written, self.aliases
+        for position in self.compared:
             for storage in _storages_of(given[position]):
                 others = owners.setdefault(storage, [])
                 for other in others:

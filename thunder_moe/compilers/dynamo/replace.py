@@ -22,13 +22,12 @@ from typing import Any
 import torch
 from torch import fx
 
-from thunder_moe.compilers.dynamo.dense_experts import DenseExperts
+from thunder_moe.compilers.dynamo.all_experts_bmm_pattern import DenseExperts
 from thunder_moe.compilers.dynamo.effects import storages_of
-from thunder_moe.compilers.dynamo.nodes import calls, value_of
+from thunder_moe.compilers.dynamo.fused_moe_pattern import WholeExperts
+from thunder_moe.compilers.dynamo.nodes import calls, is_in_place, kind_of, value_of
 from thunder_moe.compilers.dynamo.scopes import Scope
-from thunder_moe.compilers.dynamo.selected_experts import SelectedExperts
 from thunder_moe.compilers.dynamo.sites import Site, read_live_rows_alone
-from thunder_moe.compilers.dynamo.whole_experts import WholeExperts
 from thunder_moe.compilers.swiglu import SwiGLU
 from thunder_moe.formats.block_format import NVFP4
 from thunder_moe.ops import (  # noqa: F401  (registers the operators)
@@ -109,7 +108,7 @@ def replace_gemm(site: Site, weight: Packed) -> None:
             form = {name: arguments[name] for name in _FORM if name in arguments}
             rows = graph.call_function(_OPS.scaled_activation.default, (rows, None, offsets), form)
         out = graph.call_function(weight.operator("scaled_grouped_mm"), (rows, *weight.nodes, ends), weight.options)
-        if site.own:
+        if site.is_thunder_moe_op:
             added = (arguments.get(name) for name in ("bias", "bias_scale", "scales"))
             out = _finished(graph, out, offsets, *added)
     replace_node(site.scope, node, out)
@@ -128,7 +127,7 @@ def replace_swiglu(block: SwiGLU, gate_up: Packed, down: Packed | None = None) -
         if down is not None:
             out = graph.call_function(down.operator("scaled_grouped_mm"), (out, *down.nodes, ends), down.options)
             out = _finished(graph, out, offsets, block.down.arguments.get("bias"), None, block.scales)
-        elif block.sites[0].own and (block.scales is not None or not read_live_rows_alone(node, offsets)):
+        elif block.sites[0].is_thunder_moe_op and (block.scales is not None or not read_live_rows_alone(node, offsets)):
             out = _finished(graph, out, offsets, None, None, block.scales)
     replace_node(scope, node, out)
 
@@ -179,43 +178,58 @@ def replace_whole(layer: WholeExperts, gate_up: Packed, down: Packed) -> None:
 
 def replace_dense(block: DenseExperts, gate_up: Packed, down: Packed) -> None:
     """Replace batched GEMMs over all experts by those of the experts that the router chose."""
-    first, routing = block.sites[0], block.routing
+    scope, routing = block.sites[0].scope, block.routing
     assert routing is not None
-    scope, graph = first.scope, first.scope.graph
     tokens, ids, weights = routing.operands
-    with graph.inserting_before(routing.rows):
+    with scope.graph.inserting_before(routing.rows):
         for step in routing.scores:
             value, arguments = value_of(weights), step.args[1:]
-            weights = graph.create_node(step.op, step.target, (weights, *arguments), step.kwargs)
+            weights = scope.graph.create_node(step.op, step.target, (weights, *arguments), step.kwargs)
             weights.meta["example_value"] = value.new_empty(value.shape, dtype=value_of(step).dtype)
         if block.keeps_width:
-            out = _experts(graph, (tokens, ids, weights), gate_up, down, on_input=True)
+            out = _experts(scope.graph, (tokens, ids, weights), gate_up, down, on_input=True)
         else:
-            order = _order_of(graph, ids, first)
-            out = _combined(graph, _routed_swiglu(graph, tokens, order, gate_up, weights), order, down)
+            order = _order_of(scope.graph, ids, block.sites[0])
+            out = _in_order(scope.graph, tokens, order, [gate_up, down], weights)
     replace_node(scope, routing.total, out)
 
 
-def replace_selected(block: SelectedExperts, orders: dict[fx.Node, list[fx.Node]], *packed: Packed) -> None:
+def replace_selected(call: Site | SwiGLU, orders: dict[fx.Node, list[fx.Node]], *packed: Packed) -> None:
     """Replace batched products with the weights of each row's expert by grouped GEMMs.
 
     Args:
-        block: the products.
-        orders: what blocks before have made of the ids: rows' slots, offsets, slots' rows.
+        call: a product, or two around a SwiGLU.
+        orders: what calls before have made of the ids: rows' slots, offsets, slots' rows.
         *packed: of gate and up if there is a SwiGLU, and of the last product.
     """
-    first, last = block.sites[0], block.sites[-1]
-    graph = first.scope.graph
+    first, last = (call, call) if isinstance(call, Site) else (call.sites[0], call.down)
     rows, _, ids = first.operands
+    graph = first.scope.graph
     with graph.inserting_before(last.node):
         if ids not in orders:
             orders[ids] = _order_of(graph, graph.call_method("unsqueeze", (ids, 1)), first)
-        if block.swiglu is None:
-            rows = graph.call_function(torch.index_select, (rows, 0, orders[ids][0]))
-        else:
-            rows = _routed_swiglu(graph, rows, orders[ids], packed[0])
-        out = _combined(graph, rows, orders[ids], packed[-1])
+        out = _in_order(graph, rows, orders[ids], packed)
     replace_node(last.scope, last.node, out)
+
+
+def _order_of(graph: fx.Graph, ids: fx.Node, site: Site) -> list[fx.Node]:
+    """Add the order of rows by their experts: rows' slots, offsets, slots' rows."""
+    order = graph.call_function(_OPS.moe_route.default, (ids, site.gemm.experts))
+    return [graph.call_function(operator.getitem, (order, part)) for part in range(3)]
+
+
+def _in_order(
+    graph: fx.Graph, rows: fx.Node, order: list[fx.Node], packed: Sequence[Packed], *factors: fx.Node
+) -> fx.Node:
+    """Add a GEMM of sorted rows, behind one with a SwiGLU if there are two weights, and the sum of a token's rows."""
+    row_slot, offsets, slot_row = order
+    if len(packed) == 1:
+        rows = graph.call_function(torch.index_select, (rows, 0, row_slot))
+    else:
+        arguments = (rows, *packed[0].nodes, offsets, row_slot, *factors)
+        rows = graph.call_function(packed[0].operator("grouped_swiglu"), arguments, packed[0].options)
+    arguments = (rows, *packed[-1].nodes, offsets, slot_row)
+    return graph.call_function(packed[-1].operator("grouped_mm_combine"), arguments, packed[-1].options)
 
 
 def _experts(
@@ -226,24 +240,6 @@ def _experts(
     options = dict(weight_on_input=True, **options) if on_input else options
     arguments = (*operands, *gate_up.nodes, *down.nodes, *(None,) * 5)
     return graph.call_function(gate_up.operator("moe_experts"), arguments, options)
-
-
-def _order_of(graph: fx.Graph, ids: fx.Node, site: Site) -> list[fx.Node]:
-    """Add the order of rows by their experts: rows' slots, offsets, slots' rows."""
-    order = graph.call_function(_OPS.moe_route.default, (ids, site.gemm.experts))
-    return [graph.call_function(operator.getitem, (order, part)) for part in range(3)]
-
-
-def _routed_swiglu(graph: fx.Graph, rows: fx.Node, order: list[fx.Node], gate_up: Packed, *factor: fx.Node) -> fx.Node:
-    """Add the GEMM of gate and up with its SwiGLU, of rows that it reads where they lie."""
-    arguments = (rows, *gate_up.nodes, order[1], order[0], *factor)
-    return graph.call_function(gate_up.operator("grouped_swiglu"), arguments, gate_up.options)
-
-
-def _combined(graph: fx.Graph, rows: fx.Node, order: list[fx.Node], down: Packed) -> fx.Node:
-    """Add the last GEMM, which puts its rows back in their order and sums those of a token."""
-    arguments = (rows, *down.nodes, *order[1:])
-    return graph.call_function(down.operator("grouped_mm_combine"), arguments, down.options)
 
 
 # ---- nodes
@@ -270,7 +266,8 @@ def erase(scope: Scope, node: fx.Node) -> None:
 def _is_seen_elsewhere(scope: Scope, node: fx.Node) -> bool:
     """True if a node changes a tensor that is an input, or that another node reads later."""
     positions, steps = scope.positions, scope.program.steps
-    step = steps[positions[node]] if node in positions else None
+    known = kind_of(node) and not is_in_place(node)
+    step = steps[positions[node]] if node in positions and not known else None
     changed = {storage for storage in step.reads if step.changes((storage,))} if step is not None else None
     if not changed:
         return False

@@ -15,10 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from thunder_moe.compilers.dynamo.all_experts_bmm_pattern import DenseExperts, find_dense_experts
 from thunder_moe.compilers.dynamo.attention import find_repeated_attention, group_heads
-from thunder_moe.compilers.dynamo.dense_experts import DenseExperts, find_dense_experts
 from thunder_moe.compilers.dynamo.expert_ids import remove_noop_masks
-from thunder_moe.compilers.dynamo.inputs import Memory, Pack, Rewritten, memory_of_inputs
+from thunder_moe.compilers.dynamo.fused_moe_pattern import WholeExperts, find_whole_experts, whole_selected_experts
+from thunder_moe.compilers.dynamo.gathered_bmm_pattern import find_selected_experts
+from thunder_moe.compilers.dynamo.inputs import Pack, Rewritten, memory_of_inputs
 from thunder_moe.compilers.dynamo.nodes import value_of
 from thunder_moe.compilers.dynamo.replace import (
     Packed,
@@ -33,9 +35,7 @@ from thunder_moe.compilers.dynamo.replace import (
 )
 from thunder_moe.compilers.dynamo.routers import find_routers, fuse_router, share_orders
 from thunder_moe.compilers.dynamo.scopes import Scope, attribute, scopes_of
-from thunder_moe.compilers.dynamo.selected_experts import SelectedExperts, find_selected_experts
 from thunder_moe.compilers.dynamo.sites import Site, Weights, find_sites, find_swiglu, quantized_gemm
-from thunder_moe.compilers.dynamo.whole_experts import WholeExperts, find_whole_experts, whole_selected_experts
 from thunder_moe.compilers.eligibility import EXPERTS, QUANTIZED, Decision, common_format, describe
 from thunder_moe.compilers.report import Others
 from thunder_moe.compilers.swiglu import SwiGLU
@@ -85,7 +85,7 @@ def rewrite(
         for found in ([] if attention is False else find_repeated_attention(scope, on_any_device=attention is True))
     ]
     rewrites = any(plan.rewrites for plan in plans)
-    memory = memory_of_inputs(root, weights) if rewrites else Memory()
+    memory = memory_of_inputs(root, weights) if rewrites else {}
     for plan in plans:
         for block in plan.routed:
             replace_dense(block, *packing.inputs_of(*block.sites))
@@ -141,7 +141,7 @@ class _Packing:
         packed, scope = self._packed[key], sites[0].scope
         return replace(packed, nodes=[scope.thread_into_subgraph(node) for node in packed.nodes])
 
-    def finish(self, sites: list[Site], memory: Memory, told_by: int | Tensor | None) -> Rewritten:
+    def finish(self, sites: list[Site], memory: dict[str, Any], told_by: int | Tensor | None) -> Rewritten:
         """Erase the 16-bit inputs that nobody reads any more, and return what the graph takes; `sites`: all that have
         a weight."""
         packed = dict.fromkeys(weight for key in self.packs for weight in key[2:])
@@ -161,9 +161,9 @@ class _Packing:
             trained=handles(site.weight for site in sites if site.gemm.needs_grad),
             watched=handles(site.weight for site in sites if site.weight in watched),
             frozen=handles(node for node in packed if node not in watched),
-            memory=memory,
             enables_grad=enabled and not torch.is_grad_enabled(),
             told_by=told_by,
+            **memory,
         )
 
 
@@ -173,20 +173,23 @@ def _sites_of(call: Site | SwiGLU) -> tuple[Site, ...]:
 
 def _carry_out(plan: _Plan, packing: _Packing) -> None:
     """Replace what was found in one graph, but for `routed`."""
+
+    def inputs_of(call: Site | SwiGLU) -> list[Packed]:
+        down = call.down if isinstance(call, SwiGLU) else None
+        return [packed for each in (call, down) if each is not None for packed in packing.inputs_of(each)]
+
     for site in plan.to_train:
         take_our_gradient(site)
     for call in plan.calls:
         if isinstance(call, Site):
-            replace_gemm(call, *packing.inputs_of(call))
+            replace_gemm(call, *inputs_of(call))
         else:
-            down = [] if call.down is None else packing.inputs_of(call.down)
-            replace_swiglu(call, *packing.inputs_of(call), *down)
+            replace_swiglu(call, *inputs_of(call))
     for layer in plan.whole:
         replace_whole(layer, *packing.inputs_of(layer.first, layer.down))
     orders: dict[fx.Node, list[fx.Node]] = {}
-    for products in plan.selected:
-        gate_up = [] if products.swiglu is None else packing.inputs_of(products.swiglu)
-        replace_selected(products, orders, *gate_up, *packing.inputs_of(products.sites[-1]))
+    for call in plan.selected:
+        replace_selected(call, orders, *inputs_of(call))
 
 
 def _telling_weight(
@@ -217,7 +220,7 @@ class _Plan:
     calls: list[Site | SwiGLU]
     whole: list[WholeExperts]
     routed: list[DenseExperts]
-    selected: list[SelectedExperts]
+    selected: list[Site | SwiGLU]
     to_train: list[Site]
     decisions: list[Decision]
 
@@ -236,9 +239,8 @@ def _plan(scope: Scope, weights: Weights) -> _Plan:
     downs = {block.down for block in blocks if block.down is not None}
     dense = find_dense_experts(scope, weights)
     whole = find_whole_experts(scope, blocks, eligible)
-    selected, products = find_selected_experts(scope, weights)
-    layers = {block: layer for block in selected if (layer := whole_selected_experts(scope, block)) is not None}
-    selected = [block for block in selected if block not in layers]
+    around, selected, products = find_selected_experts(scope, weights)
+    layers = {block: layer for block in around if (layer := whole_selected_experts(scope, block)) is not None}
     whole += layers.values()
     in_layers = {site for layer in whole for site in (*layer.first.sites, layer.down)}
     routed = [block for block in dense if block.routing is not None]
@@ -254,7 +256,7 @@ def _plan(scope: Scope, weights: Weights) -> _Plan:
     decisions = [decision(site, site.reason, is_fused=site in fused) for site in sites]
     for block in dense:
         decisions += [decision(site, block.reason, is_fused=site is not block.sites[-1]) for site in block.sites]
-    fused_products = {block.sites[0] for block in (*selected, *layers) if block.swiglu is not None}
+    fused_products = {block.sites[0] for block in around}
     decisions += [decision(site, site.reason, is_fused=site in fused_products) for site in products]
     return _Plan(
         [*sites, *products, *(site for block in dense for site in block.sites)],
@@ -264,7 +266,7 @@ def _plan(scope: Scope, weights: Weights) -> _Plan:
         ],
         whole,
         routed,
-        selected,
+        [*(block for block in around if block not in layers), *selected],
         [site for site in sites if site.reason is not None and _trains(site)],
         decisions,
     )
@@ -284,4 +286,4 @@ def _trains(site: Site) -> bool:
     """True if a GEMM that stays 16-bit is to get our gradient, which takes any strides."""
     gemm = site.gemm
     same = gemm.weight_dtype == gemm.activation_dtype and gemm.out_dtype in (None, gemm.weight_dtype)
-    return gemm.needs_grad and same and site.scope.refusal is None and not site.own
+    return gemm.needs_grad and same and site.scope.refusal is None and not site.is_thunder_moe_op

@@ -68,7 +68,7 @@ class _Graph:
         return {name: self._as_read(value, operation) for name, value in given(operation).items()}
 
     def _as_read(self, value: Any, reader: fx.Node) -> Any:
-        """The node that made what a tensor holds when a node reads it: one that changed it in place before."""
+        """Return the node that made what a tensor holds when a node reads it: one that changed it in place before."""
         if not isinstance(value, fx.Node):
             return value
         before = self.positions.get(reader, -1)
@@ -121,13 +121,12 @@ class Router:
 
     @property
     def options(self) -> dict[str, Any]:
-        """Of `moe_router`."""
+        """Return the options of `moe_router`."""
         return {**self.match.options, "scores_dtype": value_of(self.match.scores).dtype}
 
 
 def find_routers(scope: Scope) -> list[tuple[Router, RouterEntry]]:
-    """The routers of a graph as dynamo gives it to a backend, with example values; `decision` says which are to be
-    fused."""
+    """Return the routers of a graph with example values; `decision` says which are to be fused."""
     found = []
     graph = _Graph(scope)
     for node in scope.graph.nodes:
@@ -170,7 +169,7 @@ def fuse_router(router: Router) -> None:
 
 
 def share_orders(graph: fx.Graph, program: Program) -> None:
-    """Lets calls of `moe_route`, and experts that sort by themselves, read the order of rows of the `moe_router` whose
+    """Let calls of `moe_route`, and experts that sort by themselves, read the order of rows of the `moe_router` whose
     ids they are given.
 
     Args:
@@ -208,7 +207,7 @@ def share_orders(graph: fx.Graph, program: Program) -> None:
 
 
 def _source_of_ids(ids: Any, experts: Any) -> Any:
-    """The node whose numbers these are, in the same order, when it has ids of so many experts."""
+    """Return the node whose numbers these are, in the same order, when it has ids of so many experts."""
     while True:
         named = given(ids)
         within = calls(ids, "clamp") and (named.get("min"), named.get("max")) == (0, experts - 1)
@@ -224,7 +223,7 @@ def _is_changed(program: Program, ids: fx.Node) -> bool:
 
 
 def _reason(scope: Scope, graph: _Graph, router: Router) -> str | None:
-    """Why a router stays as it is. The gates, in order."""
+    """Return why a router stays as it is. The gates, in order."""
     match, positions, program = router.match, scope.positions, scope.program
     logits = value_of(match.logits)
     if is_in_a_function_transform(logits) or is_traceable_wrapper_subclass(logits):

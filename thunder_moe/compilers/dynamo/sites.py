@@ -64,18 +64,18 @@ class Site:
 
     @property
     def operands(self) -> tuple[Any, Any, Any]:
-        """(mat_a, mat_b, offs or None) as they are now: a rewrite elsewhere in the graph may have replaced them."""
+        """Return (mat_a, mat_b, offs or None) as they are now: another rewrite may have replaced them."""
         rows, weight, offsets, *_ = (*self.arguments.values(), None)
         return rows, weight, offsets
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """All arguments of the call by name."""
+        """Return all arguments of the call by name."""
         return given(self.node)
 
     @property
-    def own(self) -> bool:
-        """Whether this is an operator of ours, whose result is zero past the last row end."""
+    def is_thunder_moe_op(self) -> bool:
+        """True if this is an operator of ours, whose result is zero past the last row end."""
         return calls(self.node, *_OWN)
 
 
@@ -102,13 +102,13 @@ class Weights:
         return self._positions.get(node, self.tensors[node])
 
     def is_static(self, node: fx.Node) -> bool:
-        """Whether an input is a parameter or buffer."""
+        """True if an input is a parameter or buffer."""
         return _is_static(node, self.tensors[node])
 
     def behind(self, scope: Scope, source: Any, mat_b: torch.Tensor) -> tuple[fx.Node | None, bool]:
-        """(node, transposed): the weight that mat_b (E, K, N), a view of a node of a scope, is a view of, and whether
-        it lies as mat_b does. Inputs that share their memory now need not share it at the next call: the weight is the
-        one that the graph reads, except in a scope whose GEMMs stay as they are."""
+        """Return (node, transposed): the weight that mat_b (E, K, N), a view of a node of a scope, is a view of, and
+        whether it lies as mat_b does. Inputs that share their memory now need not share it at the next call: the weight
+        is the one that the graph reads, except in a scope whose GEMMs stay as they are."""
         nodes = [node for storage in storages_of(mat_b) for node in self._by_storage.get(storage, ())]
         if nodes and scope.refusal is None:
             origin = scope.origin(source)
@@ -120,7 +120,7 @@ class Weights:
         return None, True
 
     def sharing(self, tensor: torch.Tensor) -> fx.Node | None:
-        """The weight whose memory a tensor is of, in whatever shape."""
+        """Return the weight whose memory a tensor is of, in whatever shape."""
         return next((node for storage in storages_of(tensor) for node in self._by_storage.get(storage, ())), None)
 
     def reason_against_packing(self, weight: fx.Node) -> str | None:
@@ -133,7 +133,7 @@ class Weights:
 
 
 def find_sites(scope: Scope, weights: Weights) -> list[Site]:
-    """The grouped GEMMs of 2-D rows and 3-D weights in a graph as dynamo gives it to a backend, with example values."""
+    """Return the grouped GEMMs of 2-D rows and 3-D weights in a graph with example values."""
     sites = []
     for node in scope.graph.nodes:
         if not calls(node, "grouped_mm", *_OWN):
@@ -158,7 +158,7 @@ def site_of(
     rows: Any,
     weights: Weights,
 ) -> Site:
-    """The site of a GEMM with the weight mat_b (E, K, N), a view of the node `source`, and the decision on it."""
+    """Return the site of a GEMM with the weight mat_b (E, K, N), a view of the node `source`, with its decision."""
     assert scope.program.steps  # made before anything is rewritten
     experts, k, n = mat_b.shape
     out_dtype = value_of(node).dtype  # asked for, or autocast's
@@ -218,16 +218,11 @@ class _Graph:
         return whole, part, set() if whole is None else {tensor, given(tensor)["input"]} - {whole}
 
     def reason_against_fusing(self, block: SwiGLU) -> str | None:
-        scope, (rows, _, offsets) = self.scope, block.sites[0].operands
-        read = dict.fromkeys(storages_of(value_of(rows)), "the rows")
-        read |= dict.fromkeys(storages_of(value_of(offsets)), "the offsets")
-        handed_on = [value_of(node) for node in block.replaced - {block.product}]
+        rows, _, offsets = block.sites[0].operands
+        read, again = {"the rows": rows, "the offsets": offsets}, value_of(rows).requires_grad
         # The fused operator's backward computes gate and up again.
-        differentiable = scope.modes[block.product] and value_of(rows).requires_grad
-        return scope.program.reason_against_fusing(
-            {scope.positions[node] for node in block.replaced},
-            dict.fromkeys(storages_of(handed_on), "a projection") | read,
-            read if differentiable else None,
+        return self.scope.reason_against_fusing(
+            block.replaced, block.product, read, handed_on="a projection", again=again
         )
 
 
@@ -237,8 +232,8 @@ def find_swiglu(scope: Scope, sites: Iterable[Site]) -> list[SwiGLU]:
 
 
 def quantized_gemm(node: Any, weights: Weights, position: int = 1) -> GroupedGemm:
-    """Names and sizes of a GEMM of one of the package's NVFP4 operators, whose arguments begin with rows or tokens;
-    `position` is that of the GEMM's weight among them."""
+    """Return names and sizes of a GEMM of one of the package's NVFP4 operators, whose arguments begin with rows or
+    tokens; `position` is that of the weight among them."""
     rows, packed = value_of(node.args[0]), value_of(node.args[position])
     format = next(known for known in BLOCK_FORMATS.values() if packed.dtype in known.code_dtypes)
     experts, codes, n = packed.shape
@@ -250,7 +245,7 @@ def quantized_gemm(node: Any, weights: Weights, position: int = 1) -> GroupedGem
 
 
 def read_live_rows_alone(node: fx.Node, offsets: fx.Node) -> bool:
-    """Whether grouped GEMMs of the same rows alone read what becomes of a node by functions that keep rows apart."""
+    """True if grouped GEMMs of the same rows alone read what becomes of a node by functions that keep rows apart."""
 
     def is_careful(user: fx.Node) -> bool:
         if calls(user, "grouped_mm", *_OWN):
@@ -263,7 +258,7 @@ def read_live_rows_alone(node: fx.Node, offsets: fx.Node) -> bool:
 
 
 def part_of(node: Any) -> tuple[fx.Node | None, str]:
-    """(whole, part): which of the two parts of the last dim of `whole` a node is: low, high, even or odd."""
+    """Return (whole, part): which of the two parts of the last dim of `whole` a node is: low, high, even or odd."""
     if not calls(node, "getitem"):
         return None, ""
     whole, index = given(node).values()
@@ -286,7 +281,7 @@ def part_of(node: Any) -> tuple[fx.Node | None, str]:
 
 
 def _is_static(node: fx.Node, real: torch.Tensor) -> bool:
-    """Whether an input is a parameter or buffer with data that can be quantized ahead of the call."""
+    """True if an input is a parameter or buffer with data that can be quantized ahead of the call."""
     if isinstance(real, FakeTensor) or is_traceable_wrapper_subclass(real):
         return False
     marked = "_dynamo_static_input_type" in node.meta.get("tensor_dict", {})
@@ -294,7 +289,7 @@ def _is_static(node: fx.Node, real: torch.Tensor) -> bool:
 
 
 def qualified_name(node: fx.Node) -> str:
-    """``layers.0.weight`` from dynamo's ``L['self']._modules['layers']._modules['0']._parameters['weight']``."""
+    """Return ``layers.0.weight`` from dynamo's ``L['self']._modules['layers']._modules['0']._parameters['weight']``."""
     source = getattr(node, "_dynamo_source", None)
     name = getattr(source, "name", None)
     name = name() if callable(name) else name

@@ -183,7 +183,7 @@ def _replace(
         form, scales = call.form, call.scales
         more = () if call.bias is None else (None, None, _gate_up_bias(call, clones))
     finish = (
-        sites[0].own
+        sites[0].is_thunder_moe_op
         and output.shape[0] > 0
         and (scales is not None or not _reads_live_rows_alone(computation, output, offsets))
     )

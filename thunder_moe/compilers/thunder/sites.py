@@ -49,7 +49,7 @@ class Site:
         transposed: that argument is (E, K, N), not (E, N, K).
         reason: why it stays 16-bit, None when it is rewritten.
         grad_enabled: the grad mode in force at the GEMM.
-        own: of GroupedLinear or GroupedMLP, whose result is zero past the last row end.
+        is_thunder_moe_op: of GroupedLinear or GroupedMLP, whose result is zero past the last row end.
     """
 
     bsym: BoundSymbol
@@ -59,7 +59,7 @@ class Site:
     transposed: bool
     reason: str | None
     grad_enabled: bool
-    own: bool = False
+    is_thunder_moe_op: bool = False
 
     @property
     def operands(self) -> tuple[TensorProxy, TensorProxy, TensorProxy]:

@@ -58,8 +58,8 @@ class Routing:
 
     @property
     def operands(self) -> tuple[Any, Any, Any]:
-        """tokens (T, H), indices (T, A) and values (T, A) as they are now: a rewrite elsewhere in the graph may have
-        replaced them."""
+        """Return tokens (T, H), indices (T, A) and values (T, A) as they are now: another rewrite may have replaced
+        them."""
         scattered = given(self.scatter)
         return given(self.repeated)["input"], scattered["index"], scattered["value"]
 
@@ -82,7 +82,7 @@ class DenseExperts:
 
 
 def find_dense_experts(scope: Scope, weights: Weights) -> list[DenseExperts]:
-    """All batched GEMMs whose weight is a parameter or buffer, in a graph as dynamo gives it to a backend."""
+    """Return all batched GEMMs whose weight is a parameter or buffer, in a graph as dynamo gives it to a backend."""
     sites: dict[fx.Node, Site] = {}
     for node in scope.graph.nodes:
         if not calls(node, "bmm"):
@@ -135,7 +135,7 @@ def _routing(first: Site, second: Site, swiglu: frozenset[fx.Node]) -> Routing:
 
 
 def _reason_against_routing(scope: Scope, routing: Routing, replaced: set[fx.Node]) -> str | None:
-    """Why routed GEMMs, which read tokens, experts and values at `routing.rows`, may not replace some nodes."""
+    """Return why routed GEMMs, which read tokens, experts and values at `routing.rows`, may not replace some nodes."""
     program, position = scope.program, scope.positions
     tokens, indices, values = routing.operands
     positions = {position[node] for node in replaced}
@@ -159,7 +159,7 @@ def _reason_against_routing(scope: Scope, routing: Routing, replaced: set[fx.Nod
 
 
 def _tokens_times_scores(rows: Any, experts: int, passed: set[fx.Node]) -> tuple[fx.Node, fx.Node]:
-    """(repeated, scores (T, E)) of ``tokens.repeat(E, 1) * scores.T.reshape(-1, 1)``; `passed` gets what is between."""
+    """Return (repeated, scores (T, E)) of ``tokens.repeat(E, 1) * scores.T.reshape(-1, 1)``; `passed` gets the rest."""
     for repeated, column in factors(rows):
         if not calls(repeated, "repeat") or not calls(column, "view"):
             continue
@@ -177,7 +177,7 @@ def _tokens_times_scores(rows: Any, experts: int, passed: set[fx.Node]) -> tuple
 
 
 def _score_nodes(node: Any) -> tuple[list[fx.Node], fx.Node]:
-    """The casts and the sigmoid that lead from the scattered values to the scores, in order; the scattering node."""
+    """Return the casts and the sigmoid from the scattered values to the scores, in order; then the scattering node."""
     chain: list[fx.Node] = []
     while calls(node, "cast", "sigmoid"):
         require(node.args and tensor(node, 2).dtype.is_floating_point, "its scores are not floating point")
@@ -188,7 +188,7 @@ def _score_nodes(node: Any) -> tuple[list[fx.Node], fx.Node]:
 
 
 def _scattered(scatter: Any, experts: int) -> tuple[fx.Node, fx.Node]:
-    """(indices, values) of a top-k scattered into a (T, E) of -inf, along the experts."""
+    """Return (indices, values) of a top-k scattered into a (T, E) of -inf, along the experts."""
     along = kind_of(scatter) == "scatter" and given(scatter)["dim"] in (1, -1)
     require(along, "its scores are not scattered along the experts")
     full, _, indices, values = given(scatter).values()
@@ -203,7 +203,7 @@ def _scattered(scatter: Any, experts: int) -> tuple[fx.Node, fx.Node]:
 
 
 def _sum_over_experts(second: Site, between: set[fx.Node]) -> tuple[fx.Node, set[fx.Node]]:
-    """The sum over the experts of the second GEMM's output, and the views between, beside others that are between."""
+    """Return the sum over the experts of the second GEMM's output; and `between` with the views before it."""
     node, inner, otherwise = second.node, {*between}, "its result is not summed over the experts"
     while calls(total := sole_user(node, otherwise), "view"):
         node = total
