@@ -84,8 +84,8 @@ def rewrite(
         for scope in scopes
         for found in ([] if attention is False else find_repeated_attention(scope, on_any_device=attention is True))
     ]
-    rewrites = any(plan.rewrites for plan in plans)
-    memory = memory_of_inputs(root, weights) if rewrites else {}
+    programs = [scope.program for scope in scopes]  # before anything is replaced
+    memory = memory_of_inputs(root, weights) if any(plan.rewrites for plan in plans) else {}
     for plan in plans:
         for block in plan.routed:
             replace_dense(block, *packing.inputs_of(*block.sites))
@@ -100,8 +100,8 @@ def rewrite(
     for router, entry in routers:
         if entry.decision == "moe_router":
             fuse_router(router)
-    for scope in scopes:
-        share_orders(scope.graph, scope.program)
+    for scope, program in zip(scopes, programs, strict=True):
+        share_orders(scope.graph, program)
     sites = [site for plan in plans for site in plan.sites if site.weight is not None]
     rewritten = packing.finish(sites, memory, told_by)
     for scope in scopes:
