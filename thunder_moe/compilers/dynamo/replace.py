@@ -265,16 +265,15 @@ def erase(scope: Scope, node: fx.Node) -> None:
 
 def _is_seen_elsewhere(scope: Scope, node: fx.Node) -> bool:
     """True if a node changes a tensor that is an input, or that another node reads later."""
-    positions, steps = scope.positions, scope.program.steps
-    known = kind_of(node) and not is_in_place(node)
-    step = steps[positions[node]] if node in positions and not known else None
-    changed = {storage for storage in step.reads if step.changes((storage,))} if step is not None else None
-    if not changed:
+    if node not in scope.positions or (kind_of(node) and not is_in_place(node)):
         return False
-    # A node of ours has the example value of the one that it replaced, and shares no memory.
-    handed_on = [source for source in scope.graph.output_node().all_input_nodes if source in positions]
-    inputs = [other for other in scope.graph.nodes if other.op in ("placeholder", "get_attr")]
-    later = (other for other in scope.graph.nodes if positions.get(other, -1) > positions[node])
-    return not changed.isdisjoint(storages_of([scope.value_of(each) for each in (*inputs, *handed_on)])) or any(
-        not changed.isdisjoint(steps[positions[other]].reads) for other in later
-    )
+    position, seen = scope.positions[node], []
+    step = scope.program.steps[position]
+    changed = {storage for storage in step.reads if step.changes((storage,))}
+    for other in scope.graph.nodes if changed else ():
+        if other.op in ("placeholder", "get_attr"):
+            seen.append(other)
+        elif scope.positions.get(other, position + 1) > position:
+            # A node of ours has the example value of the one that it replaced, and shares no memory.
+            seen += [source for source in other.all_input_nodes if source in scope.positions]
+    return not changed.isdisjoint(storages_of([scope.value_of(each) for each in seen]))
