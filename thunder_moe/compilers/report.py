@@ -180,9 +180,7 @@ class RewriteReport:
             sizes = f"{one.experts} / {one.top_k}"
             rows.append((str(one.graph), sizes, _number(one.tokens), one.decision, _at(one.reason, one.where)))
         tables += [_table(rows)] if self.routers else []
-        uncounted = (
-            "not counted: calls in torch.func transforms and in functions of other backends, which run as written"
-        )
+        uncounted = "not counted: calls in torch.func transforms and functions of other backends, which run as written"
         tables += ["\n".join([*map(str, self.calls), uncounted])] if self.calls else []
         return "\n\n".join(tables)
 

@@ -11,7 +11,7 @@ from itertools import combinations
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 
 from thunder_moe.compilers.dynamo.effects import storages_of
 from thunder_moe.compilers.dynamo.scopes import Scope
@@ -19,13 +19,13 @@ from thunder_moe.compilers.dynamo.sites import Weights
 from thunder_moe.kernels.slow_paths import warn_once
 from thunder_moe.weight_cache import WEIGHT_CACHE
 
-__all__ = ["Pack", "Rewritten", "memory_of_inputs"]
+__all__ = ["PackedWeight", "Rewritten", "memory_of_inputs"]
 
 
 @dataclass(frozen=True, eq=False)
-class Pack:
+class PackedWeight:
     """The weights that one packed weight is made of: positions among the graph's inputs, or tensors that it holds.
-    `layout` and `format`: of the packed weight."""
+    `layout` and `format`: of the packed weight. `nodes`: the operators' weight arguments, in a graph."""
 
     names: str
     weights: tuple[int | Tensor, ...]
@@ -33,6 +33,16 @@ class Pack:
     interleaved: int
     layout: str
     format: str
+    nodes: tuple[fx.Node, ...] = ()
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Return the operators' keyword arguments that are about the weight."""
+        return dict(layout=self.layout)
+
+    def operator(self, stem: str) -> Any:
+        """Return the operator that takes the weight, by the end of its name."""
+        return getattr(torch.ops.thunder_moe, f"f16a_{self.format}weight_{stem}").default
 
     def example(self, inputs: Sequence[Any]) -> tuple[Tensor, ...]:
         """Return the operators' weight arguments; of zeros where a weight that is not loaded yet holds NaN or Inf."""
@@ -83,7 +93,7 @@ class Rewritten:
     """
 
     kept: list[int]
-    packs: list[Pack]
+    packs: list[PackedWeight]
     trained: tuple[int | Tensor, ...]
     watched: tuple[int | Tensor, ...]
     frozen: tuple[int | Tensor, ...]

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -25,11 +24,11 @@ from torch import fx
 from thunder_moe.compilers.dynamo.all_experts_bmm_pattern import DenseExperts
 from thunder_moe.compilers.dynamo.effects import storages_of
 from thunder_moe.compilers.dynamo.fused_moe_pattern import WholeExperts
+from thunder_moe.compilers.dynamo.inputs import PackedWeight
 from thunder_moe.compilers.dynamo.nodes import calls, is_in_place, kind_of, value_of
 from thunder_moe.compilers.dynamo.scopes import Scope
 from thunder_moe.compilers.dynamo.sites import Site, read_live_rows_alone
 from thunder_moe.compilers.swiglu import SwiGLU
-from thunder_moe.formats.block_format import NVFP4
 from thunder_moe.ops import (  # noqa: F401  (registers the operators)
     experts,
     grouped_mm,
@@ -39,7 +38,6 @@ from thunder_moe.ops import (  # noqa: F401  (registers the operators)
 )
 
 __all__ = [
-    "Packed",
     "add_inputs",
     "erase",
     "replace_dense",
@@ -56,20 +54,7 @@ _FORM = ("kind", "alpha", "limit", "up_shift", "interleave")
 _PARTS = ("weight", "scale", "global_scale")
 
 
-@dataclass(frozen=True)
-class Packed:
-    """A packed weight in a graph: the operators' weight arguments, their keyword argument, its format's name."""
-
-    nodes: list[fx.Node]
-    options: dict[str, Any]
-    format: str = NVFP4.name
-
-    def operator(self, stem: str) -> Any:
-        """Return the operator that takes the weight, by the end of its name."""
-        return getattr(_OPS, f"f16a_{self.format}weight_{stem}").default
-
-
-def add_inputs(graph: fx.Graph, stem: str, tensors: Sequence[torch.Tensor]) -> list[fx.Node]:
+def add_inputs(graph: fx.Graph, stem: str, tensors: Sequence[torch.Tensor]) -> tuple[fx.Node, ...]:
     """Add placeholders behind the graph's, marked as dynamo marks parameters: static, of fixed size."""
     from torch._dynamo.source import ConstantSource
 
@@ -85,7 +70,7 @@ def add_inputs(graph: fx.Graph, stem: str, tensors: Sequence[torch.Tensor]) -> l
         node.meta["example_value"] = fake_mode.from_tensor(tensor, static_shapes=True, source=source)
         node._dynamo_source = source
         nodes.append(node)
-    return nodes
+    return tuple(nodes)
 
 
 # ---- GEMMs and SwiGLUs
@@ -98,7 +83,7 @@ def take_our_gradient(site: Site) -> None:
     replace_node(site.scope, site.node, new)
 
 
-def replace_gemm(site: Site, weight: Packed) -> None:
+def replace_gemm(site: Site, weight: PackedWeight) -> None:
     """Replace a grouped GEMM."""
     graph, node, arguments = site.scope.graph, site.node, site.arguments
     rows, _, offsets = site.operands
@@ -114,7 +99,7 @@ def replace_gemm(site: Site, weight: Packed) -> None:
     replace_node(site.scope, node, out)
 
 
-def replace_swiglu(block: SwiGLU, gate_up: Packed, down: Packed | None = None) -> None:
+def replace_swiglu(block: SwiGLU, gate_up: PackedWeight, down: PackedWeight | None = None) -> None:
     """Replace a SwiGLU and its GEMMs; with `down` the `activated_grouped_linear` that it is a part of."""
     scope, node = block.sites[0].scope, block.product
     graph, (rows, _, offsets) = scope.graph, block.sites[0].operands
@@ -164,7 +149,7 @@ def _int32(graph: fx.Graph, offsets: fx.Node) -> fx.Node:
 # ---- layers
 
 
-def replace_whole(layer: WholeExperts, gate_up: Packed, down: Packed) -> None:
+def replace_whole(layer: WholeExperts, gate_up: PackedWeight, down: PackedWeight) -> None:
     """Replace a layer's experts by one operator."""
     scope, graph = layer.down.scope, layer.down.scope.graph
     tokens, *of_slots = layer.operands
@@ -176,7 +161,7 @@ def replace_whole(layer: WholeExperts, gate_up: Packed, down: Packed) -> None:
         erase(scope, node)
 
 
-def replace_dense(block: DenseExperts, gate_up: Packed, down: Packed) -> None:
+def replace_dense(block: DenseExperts, gate_up: PackedWeight, down: PackedWeight) -> None:
     """Replace batched GEMMs over all experts by those of the experts that the router chose."""
     scope, routing = block.sites[0].scope, block.routing
     assert routing is not None
@@ -194,7 +179,7 @@ def replace_dense(block: DenseExperts, gate_up: Packed, down: Packed) -> None:
     replace_node(scope, routing.total, out)
 
 
-def replace_selected(call: Site | SwiGLU, orders: dict[fx.Node, list[fx.Node]], *packed: Packed) -> None:
+def replace_selected(call: Site | SwiGLU, orders: dict[fx.Node, list[fx.Node]], *packed: PackedWeight) -> None:
     """Replace batched products with the weights of each row's expert by grouped GEMMs.
 
     Args:
@@ -219,9 +204,9 @@ def _order_of(graph: fx.Graph, ids: fx.Node, site: Site) -> list[fx.Node]:
 
 
 def _in_order(
-    graph: fx.Graph, rows: fx.Node, order: list[fx.Node], packed: Sequence[Packed], *factors: fx.Node
+    graph: fx.Graph, rows: fx.Node, order: list[fx.Node], packed: Sequence[PackedWeight], *factors: fx.Node
 ) -> fx.Node:
-    """Add a GEMM of sorted rows, behind one with a SwiGLU if there are two weights, and the sum of a token's rows."""
+    """Add a GEMM of sorted rows, behind one with a SwiGLU if there are two weights; sum each token's rows."""
     row_slot, offsets, slot_row = order
     if len(packed) == 1:
         rows = graph.call_function(torch.index_select, (rows, 0, row_slot))
@@ -233,10 +218,15 @@ def _in_order(
 
 
 def _experts(
-    graph: fx.Graph, operands: tuple[fx.Node, fx.Node, fx.Node], gate_up: Packed, down: Packed, *, on_input: bool
+    graph: fx.Graph,
+    operands: tuple[fx.Node, fx.Node, fx.Node],
+    gate_up: PackedWeight,
+    down: PackedWeight,
+    *,
+    on_input: bool,
 ) -> fx.Node:
     """Add the operator of a layer's experts on tokens, ids and weights, without biases and an order of rows."""
-    options = dict(gate_up_layout=gate_up.options["layout"], down_layout=down.options["layout"])
+    options: dict[str, Any] = dict(gate_up_layout=gate_up.layout, down_layout=down.layout)
     options = dict(weight_on_input=True, **options) if on_input else options
     arguments = (*operands, *gate_up.nodes, *down.nodes, *(None,) * 5)
     return graph.call_function(gate_up.operator("moe_experts"), arguments, options)

@@ -20,10 +20,9 @@ from thunder_moe.compilers.dynamo.attention import find_repeated_attention, grou
 from thunder_moe.compilers.dynamo.expert_ids import remove_noop_masks
 from thunder_moe.compilers.dynamo.fused_moe_pattern import WholeExperts, find_whole_experts, whole_selected_experts
 from thunder_moe.compilers.dynamo.gathered_bmm_pattern import find_selected_experts
-from thunder_moe.compilers.dynamo.inputs import Pack, Rewritten, memory_of_inputs
+from thunder_moe.compilers.dynamo.inputs import PackedWeight, Rewritten, memory_of_inputs
 from thunder_moe.compilers.dynamo.nodes import value_of
 from thunder_moe.compilers.dynamo.replace import (
-    Packed,
     add_inputs,
     replace_dense,
     replace_gemm,
@@ -117,15 +116,14 @@ class _Packing:
         self.weights = weights
         self.example_inputs = example_inputs
         self.placeholders = root.graph.find_nodes(op="placeholder")
-        self.packs: dict[tuple[Any, ...], Pack] = {}
-        self._packed: dict[tuple[Any, ...], Packed] = {}
+        self.packs: dict[tuple[Any, ...], PackedWeight] = {}
 
-    def inputs_of(self, *calls: Site | SwiGLU) -> list[Packed]:
+    def inputs_of(self, *calls: Site | SwiGLU) -> list[PackedWeight]:
         """Return the packed weight of each of some calls, which are one operator's."""
         common_format(*(site.gemm for call in calls for site in _sites_of(call)))
         return [self._inputs_of(call) for call in calls]
 
-    def _inputs_of(self, call: Site | SwiGLU) -> Packed:
+    def _inputs_of(self, call: Site | SwiGLU) -> PackedWeight:
         sites, interleaved = _sites_of(call), call.interleaved if isinstance(call, SwiGLU) else 0
         nodes = [site.weight for site in sites if site.weight is not None]
         transposed, format = sites[0].transposed, common_format(*(site.gemm for site in sites))
@@ -134,12 +132,12 @@ class _Packing:
             tensors = (self.weights.tensors[node] for node in nodes)
             layout = stacked_layout(*tensors, transposed=transposed, format=BLOCK_FORMATS[format])
             names = " and ".join(str(site.gemm.weight) for site in sites)
-            pack = Pack(names, tuple(map(self.weights.handle, nodes)), transposed, interleaved, layout, format)
+            pack = PackedWeight(names, tuple(map(self.weights.handle, nodes)), transposed, interleaved, layout, format)
             stem = f"{format}_{len(self.packs)}"
             inputs = add_inputs(self.root.graph, stem, pack.example(self.example_inputs))
-            self.packs[key], self._packed[key] = pack, Packed(inputs, dict(layout=layout), format)
-        packed, scope = self._packed[key], sites[0].scope
-        return replace(packed, nodes=[scope.thread_into_subgraph(node) for node in packed.nodes])
+            self.packs[key] = replace(pack, nodes=inputs)
+        packed, scope = self.packs[key], sites[0].scope
+        return replace(packed, nodes=tuple(map(scope.thread_into_subgraph, packed.nodes)))
 
     def finish(self, sites: list[Site], memory: dict[str, Any], told_by: int | Tensor | None) -> Rewritten:
         """Erase the 16-bit inputs that nobody reads any more, and return what the graph takes; `sites`: all that have
@@ -157,7 +155,7 @@ class _Packing:
         enabled = any(site.scope.modes[site.node] for site in sites if site.weight in packed)
         return Rewritten(
             kept=[position for position, node in enumerate(self.placeholders) if node not in dropped],
-            packs=list(self.packs.values()),
+            packs=[replace(pack, nodes=()) for pack in self.packs.values()],
             trained=handles(site.weight for site in sites if site.gemm.needs_grad),
             watched=handles(site.weight for site in sites if site.weight in watched),
             frozen=handles(node for node in packed if node not in watched),
@@ -174,7 +172,7 @@ def _sites_of(call: Site | SwiGLU) -> tuple[Site, ...]:
 def _carry_out(plan: _Plan, packing: _Packing) -> None:
     """Replace what was found in one graph, but for `routed`."""
 
-    def inputs_of(call: Site | SwiGLU) -> list[Packed]:
+    def inputs_of(call: Site | SwiGLU) -> list[PackedWeight]:
         down = call.down if isinstance(call, SwiGLU) else None
         return [packed for each in (call, down) if each is not None for packed in packing.inputs_of(each)]
 
