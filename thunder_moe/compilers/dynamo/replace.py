@@ -218,12 +218,7 @@ def _in_order(
 
 
 def _experts(
-    graph: fx.Graph,
-    operands: tuple[fx.Node, fx.Node, fx.Node],
-    gate_up: PackedWeight,
-    down: PackedWeight,
-    *,
-    on_input: bool,
+    graph: fx.Graph, operands: tuple[Any, ...], gate_up: PackedWeight, down: PackedWeight, *, on_input: bool
 ) -> fx.Node:
     """Add the operator of a layer's experts on tokens, ids and weights, without biases and an order of rows."""
     options: dict[str, Any] = dict(gate_up_layout=gate_up.layout, down_layout=down.layout)
