@@ -27,7 +27,7 @@ PLUGIN = "nvfp4-moe"
 
 
 def install() -> None:
-    """Register the backend and the plugin, and cures Thunder's import, whoever imports it."""
+    """Register the backend and the plugin, and cure Thunder's import, whoever imports it."""
     around_import("thunder", _import_thunder)
     after_import("torch._dynamo.backends.registry", _register_backend)
     register_plugin()

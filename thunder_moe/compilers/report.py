@@ -294,7 +294,7 @@ def record(
     frame: tuple[str, int] | None = None,
     others: Sequence[Others] = (),
 ) -> Graph:
-    """Keep what was decided on a graph's (gemm, decision, reason); warns while nothing at all was rewritten.
+    """Keep what was decided on a graph's (gemm, decision, reason); warn while nothing at all was rewritten.
 
     Args:
         owner: of the compiled function (see _GRAPHS); None when it is not known.

@@ -45,7 +45,7 @@ class RouterGraph(Operations, Protocol):
         """Return the operations that read a tensor; the program's end is one of them."""
 
     def example(self, tensor: Any) -> Any:
-        """Return a tensor's shape, dtype, device and ndim; None for what is no tensor."""
+        """Return a tensor's shape, dtype, device and ndim; None for what is not a tensor."""
 
 
 @dataclass(eq=False)

@@ -172,7 +172,7 @@ def _groups_by_cudnn(scope: Scope, node: fx.Node, key: _Repeat, value: _Repeat) 
 
 
 def _reason(scope: Scope, node: fx.Node, key: _Repeat, value: _Repeat, *, by_cudnn: bool) -> str | None:
-    """Return why attention stays as it is. The gates, in order."""
+    """Return why attention stays as it is; the gates stand in order."""
     named = given(node)
     query, keys, values = value_of(named["query"]), value_of(key.source), value_of(value.source)
     heads = int(value_of(named["key"]).shape[1])

@@ -43,7 +43,7 @@ def compile_graph(
     dynamic: bool | None = None,
     note: str = "",
 ) -> Callable[..., Any]:
-    """Rewrite a graph and compiles the result.
+    """Rewrite a graph and compile the result.
 
     Args:
         gm: dynamo's graph.

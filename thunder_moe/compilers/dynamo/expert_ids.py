@@ -1,4 +1,4 @@
-"""Proves that ids of experts are those of a top-k, and erases masks of ids past the last expert, as there are none.
+"""Proves that ids of experts are those of a top-k, and removes masks for ids past the last expert: there are none.
 Called by rewrite.py, gathered_bmm_pattern.py and fused_moe_pattern.py; calls scopes.py and effects.py.
 
     ids = topk(scores, A)[1].reshape(-1)           scores (T, E): 0 <= ids < E while nothing changes them in place
@@ -42,8 +42,8 @@ def reason_against_ids(scope: Scope, ids: Any, reader: fx.Node, experts: int) ->
 
 
 def remove_noop_masks(scope: Scope) -> bool:
-    """Erase masks and upper bounds of ids that change nothing, and says whether there were any. The scope is to be
-    made anew then."""
+    """Erase masks and upper bounds of ids that change nothing, and return whether there were any. The scope has to
+    be made anew then."""
     if scope.refusal is not None:
         return False
     *nodes, output = scope.graph.nodes

@@ -163,7 +163,7 @@ class _Matcher:
         return self.checked()
 
     def take(self, node: Any, *kinds: str) -> dict[str, Any]:
-        """Add a call of one of some kinds, and returns its arguments."""
+        """Add a call of one of some kinds, and return its arguments."""
         named = arguments(node, *kinds)
         self.found.nodes.add(node)
         return named
@@ -194,7 +194,7 @@ class _Matcher:
         found.ids = (sort, "input")
 
     def check_offsets(self, offsets: Any) -> None:
-        """Require that offsets are the row ends of the experts."""
+        """Require offsets that are the row ends of the experts."""
         named = self.take(offsets, "cumsum")
         require(named.get("dim") in (0, -1) and value_of(offsets).dtype == torch.int32)
         counts = named["input"]

@@ -223,7 +223,7 @@ def _is_changed(program: Program, ids: fx.Node) -> bool:
 
 
 def _reason(scope: Scope, graph: _Graph, router: Router) -> str | None:
-    """Return why a router stays as it is. The gates, in order."""
+    """Return why a router stays as it is; the gates stand in order."""
     match, positions, program = router.match, scope.positions, scope.program
     logits = value_of(match.logits)
     if is_in_a_function_transform(logits) or is_traceable_wrapper_subclass(logits):
