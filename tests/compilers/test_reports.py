@@ -14,6 +14,7 @@ from oracle import relative_error
 from torch import nn
 
 from thunder_moe import moe_executor, rewrite_report
+from thunder_moe.compilers.dynamo.backend import thunder_moe_backend
 
 # A graph that trains rewrites nothing, and says so.
 pytestmark = pytest.mark.filterwarnings("ignore::thunder_moe.compilers.report.RewriteWarning")
@@ -124,6 +125,16 @@ def test_calls_inside_of_a_transform_are_not_among_the_calls_of_a_graph():
     broken(ROWS, OFFSETS)
     torch.func.vmap(broken, in_dims=(0, None))(ROWS[None], OFFSETS)
     assert [call.calls for call in rewrite_report(broken).calls] == [1]
+    assert "not counted: calls in torch.func transforms" in str(rewrite_report(broken))
+
+
+def test_a_backend_that_hands_its_graphs_on_has_a_report():
+    def backend(graph, inputs):
+        return thunder_moe_backend(graph, inputs, options={"thunder_moe.inner": "eager"})
+
+    compiled = torch.compile(Experts().requires_grad_(False), backend=backend)
+    compiled(ROWS, OFFSETS)
+    assert decisions(compiled) == ["nvfp4"]
 
 
 def test_calls_that_ran_in_16_bits_are_counted_with_their_reason():

@@ -84,7 +84,7 @@ _CHOSEN: ContextVar[Format] = ContextVar("thunder_moe_format", default=NVFP4.nam
 
 @contextlib.contextmanager
 def choosing_format(option: str, format: Format | None) -> Iterator[None]:
-    """Inside, `in_chosen_format` gives weights the format that the option of a compiler says; None is "nvfp4".
+    """Let `in_chosen_format` give weights the format that the option of a compiler says; None is "nvfp4".
 
     Raises:
         ValueError: there is no such format; names the option.
@@ -108,7 +108,7 @@ def choosing_format(option: str, format: Format | None) -> Iterator[None]:
 
 
 def in_chosen_format(gemm: GroupedGemm) -> GroupedGemm:
-    """A GEMM with the format that the compilation under way chooses for its weight, if it is one.
+    """Return a GEMM with the format that the compilation under way chooses for its weight, if it is one.
 
     Raises:
         ValueError: the option names no format.
@@ -126,7 +126,7 @@ def in_chosen_format(gemm: GroupedGemm) -> GroupedGemm:
 
 
 def common_format(*gemms: GroupedGemm) -> str:
-    """The one format of the weights of experts that one operator computes.
+    """Return the one format of the weights of experts that one operator computes.
 
     Raises:
         ValueError: they have different ones.
@@ -141,7 +141,7 @@ def common_format(*gemms: GroupedGemm) -> str:
 
 
 def decline_reason(gemm: GroupedGemm) -> str | None:
-    """Why a grouped GEMM stays as it is; None when it is rewritten. The gates, in order:
+    """Return why a grouped GEMM stays as it is; None when it is rewritten. The gates stand in order:
 
     - the weight is a parameter or a buffer (it can be quantized once, ahead of the call);
     - nothing in the graph changes it;
@@ -178,7 +178,7 @@ def decline_reason(gemm: GroupedGemm) -> str | None:
 
 
 def swaps_last_dims(weight: torch.Tensor, view: torch.Tensor) -> bool | None:
-    """Whether a view of a weight (E, A, B) has its last two dims swapped; None when it is not a view of all of it.
+    """True if a view of a weight (E, A, B) has its last two dims swapped; None when it is not a view of all of it.
 
     Both may be meta tensors. That they share their storage is up to the caller.
     """
@@ -217,7 +217,7 @@ def describe(
     unfused: str | None = None,
     whole: bool = False,
 ) -> Decision:
-    """The decision on a GEMM, as reports show it.
+    """Return the decision on a GEMM, as reports show it.
 
     Args:
         gemm: names and sizes.

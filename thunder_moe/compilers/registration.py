@@ -27,14 +27,14 @@ PLUGIN = "nvfp4-moe"
 
 
 def install() -> None:
-    """Registers the backend and the plugin, and cures Thunder's import, whoever imports it."""
+    """Register the backend and the plugin, and cure Thunder's import, whoever imports it."""
     around_import("thunder", _import_thunder)
     after_import("torch._dynamo.backends.registry", _register_backend)
     register_plugin()
 
 
 def register_plugin() -> None:
-    """Makes ``thunder.compile(model, plugins="nvfp4-moe")`` known."""
+    """Make ``thunder.compile(model, plugins="nvfp4-moe")`` known."""
     after_import("thunder.plugins", lambda plugins: plugins.register_plugin(PLUGIN, _make_plugin))
 
 
@@ -51,7 +51,7 @@ def _import_thunder(_: ModuleType) -> contextlib.AbstractContextManager[None]:
 
 
 def _register_backend(registry: Any) -> None:
-    """Adds the entry point that an installed package declares, for a source tree that is not installed.
+    """Add the entry point that an installed package declares, for a source tree that is not installed.
 
     It is loaded when the backend is first asked for. Dynamo puts an installed package's own in its place."""
     from importlib.metadata import EntryPoint

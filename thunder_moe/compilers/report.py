@@ -32,6 +32,7 @@ __all__ = [
     "RouterEntry",
     "record",
     "rewrite_report",
+    "torch_compile_wrapper",
 ]
 
 
@@ -150,7 +151,7 @@ class RewriteReport:
 
     @property
     def rewritten(self) -> tuple[RewriteEntry, ...]:
-        """The entries that run in NVFP4."""
+        """Return the entries that run in NVFP4."""
         return tuple(entry for entry in self.entries if entry.rewritten)
 
     def __iter__(self) -> Iterator[RewriteEntry]:
@@ -179,7 +180,8 @@ class RewriteReport:
             sizes = f"{one.experts} / {one.top_k}"
             rows.append((str(one.graph), sizes, _number(one.tokens), one.decision, _at(one.reason, one.where)))
         tables += [_table(rows)] if self.routers else []
-        tables += ["\n".join(map(str, self.calls))] if self.calls else []
+        uncounted = "not counted: calls in torch.func transforms and functions of other backends, which run as written"
+        tables += ["\n".join([*map(str, self.calls), uncounted])] if self.calls else []
         return "\n\n".join(tables)
 
 
@@ -230,7 +232,7 @@ class Graph:
         return self.told_by is not None or bool(self.calls)
 
     def counted(self, told_by: int | torch.Tensor | None, run: Callable[..., Any]) -> Callable[..., Any]:
-        """The callable of the graph, which counts its calls from now on. 0.15 us (Zen 5).
+        """Return the callable of the graph, which counts its calls from now on. 0.15 us (Zen 5).
 
         Args:
             told_by: the position of a weight among the inputs, a weight that the graph holds, or None: it has none.
@@ -251,11 +253,11 @@ class Graph:
         return counted
 
     def calls_of(self, given: Sequence[Any]) -> Calls:
-        """The calls with the weight that is among these inputs."""
+        """Return the calls with the weight that is among these inputs."""
         return self._calls_with(given[self.told_by]) if self.told_by is not None else self.all_calls or Calls()
 
     def _calls_with(self, weight: torch.Tensor) -> Calls:
-        """They are forgotten with the weight's memory, since its id may then live again."""
+        """Return the calls with a weight, which are forgotten with its memory: its id may then be another weight's."""
         key, calls = id(weight), self.calls
         if key not in calls:
             calls[key] = Calls(weakref.ref(weight.untyped_storage(), lambda _: calls.pop(key, None)))
@@ -276,7 +278,7 @@ _GRAPHS: dict[int, _Graphs] = {}
 
 
 def _graphs_of(owner: Any) -> list[Graph]:
-    """The list to which a graph of an owner is added."""
+    """Return the list to which a graph of an owner is added."""
     if owner is None:
         return []
     key = id(owner)
@@ -292,7 +294,7 @@ def record(
     frame: tuple[str, int] | None = None,
     others: Sequence[Others] = (),
 ) -> Graph:
-    """Keeps what was decided on a graph's (gemm, decision, reason); warns while nothing at all was rewritten.
+    """Keep what was decided on a graph's (gemm, decision, reason); warn while nothing at all was rewritten.
 
     Args:
         owner: of the compiled function (see _GRAPHS); None when it is not known.
@@ -317,12 +319,12 @@ def record(
 
 
 def _some(names: list[str]) -> str:
-    """At most four of these names."""
+    """Return at most four of these names."""
     return ", ".join(names if len(names) <= 4 else [*names[:3], f"{len(names) - 3} more"])
 
 
 def rewrite_report(compiled: Callable[..., Any]) -> RewriteReport:
-    """Lists each grouped GEMM of a compiled module or function: sizes, decision, reason.
+    """List each grouped GEMM of a compiled module or function: sizes, decision, reason.
 
     torch.compile shares graphs: of two modules of one class, or two functions of the same code, that are compiled with
     the same options. The report has the graphs that ran with the weights of this module, or of the modules that this
@@ -371,7 +373,7 @@ def rewrite_report(compiled: Callable[..., Any]) -> RewriteReport:
 
 
 def _calls(number: int, graph: Graph, tensors: set[int]) -> GraphCalls:
-    """The calls of a graph with these tensors, all its calls where it met none of them."""
+    """Return the calls of a graph with these tensors, all its calls where it met none of them."""
     known = dict(graph.calls)
     calls = [known[key] for key in known.keys() & tensors] or list(known.values()) or [graph.all_calls or Calls()]
     in_16_bit = sum((each.in_16_bit for each in calls), Counter[str]())
@@ -379,8 +381,8 @@ def _calls(number: int, graph: Graph, tensors: set[int]) -> GraphCalls:
 
 
 def _graphs_run_by(owner: Any, original: Any, tensors: set[int], *, is_owned: bool) -> list[Graph]:
-    """The graphs that an owner has made, and those that any torch.compile with the same options has made and that met
-    these tensors, or have no weights and are of the same code."""
+    """Return the graphs that an owner has made, and graphs of any torch.compile with the same options that met these
+    tensors, or that have no weights and are of the same code."""
     own = list(_GRAPHS[id(owner)].graphs) if id(owner) in _GRAPHS and is_owned else []
     if not isinstance(owner, torch._TorchCompileWrapper):
         return own
@@ -394,7 +396,7 @@ def _graphs_run_by(owner: Any, original: Any, tensors: set[int], *, is_owned: bo
 
 
 def _tensors(original: Any) -> set[int]:
-    """The ids of the tensors that a module holds, or that a function, a method or a partial closes over."""
+    """Return the ids of the tensors that a module holds, or that a function, a method or a partial closes over."""
     if isinstance(original, functools.partial):
         closed = tree_leaves([original.args, original.keywords])
         return {*_tensors(original.func), *itertools.chain.from_iterable(map(_tensors, closed))}
@@ -412,7 +414,7 @@ def _tensors(original: Any) -> set[int]:
 
 
 def _codes(original: Any) -> list[CodeType]:
-    """The code that torch.compile traces for a module or function."""
+    """Return the code that torch.compile traces for a module or function."""
     while isinstance(original, functools.partial):
         original = original.func
     function = type(original).forward if isinstance(original, torch.nn.Module) else original
@@ -421,12 +423,17 @@ def _codes(original: Any) -> list[CodeType]:
 
 
 def _torch_compile_owner(compiled: Any) -> Any:
-    """The wrapper around the backend that torch.compile made for this module or function, None for anything else."""
+    """Return the wrapper of the backend that torch.compile made for a module or function, None for anything else."""
     callback = getattr(getattr(compiled, "dynamo_ctx", None), "callback", None)
     code = getattr(compiled, "__code__", None)
     if callback is None and hasattr(compiled, "_torchdynamo_orig_callable") and code is not None:
         closure = dict(zip(code.co_freevars, compiled.__closure__ or (), strict=True))
         callback = closure["callback"].cell_contents if "callback" in closure else None
+    return torch_compile_wrapper(callback)
+
+
+def torch_compile_wrapper(callback: Any) -> Any:
+    """Return the wrapper that torch.compile made of a backend, behind dynamo's own; None for another callback."""
     while callback is not None and not isinstance(callback, torch._TorchCompileWrapper):
         callback = getattr(callback, "_torchdynamo_orig_backend", None)
     return callback

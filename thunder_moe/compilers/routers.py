@@ -22,7 +22,7 @@ from typing import Any, Protocol
 import torch
 
 from thunder_moe.compilers.report import RouterEntry
-from thunder_moe.compilers.spellings import MismatchError, require
+from thunder_moe.compilers.spellings import MismatchError, Operations, require
 from thunder_moe.kernels.cuda.router import MAX_EXPERTS, MAX_GROUPS, MAX_TOP_K
 from thunder_moe.ops.checks import ACTIVATION_DTYPES as _DTYPES
 
@@ -32,31 +32,20 @@ _SCORES = ("softmax", "sigmoid")
 _LAST = (-1, 1)
 
 
-class RouterGraph(Protocol):
-    """A program as tensors and the operations between them, each a hashable object of the compiler's.
+class RouterGraph(Operations, Protocol):
+    """A program whose tensors are told apart by what they hold: one that was changed in place since is another one.
 
-    Tensors are told apart by what they hold: one that was changed in place since is another one. The kinds of
-    operations and the names of their arguments are those of `spellings`, where "view" is all that `keeps_order`.
-    Anything else has the kind "".
+    All that `keeps_order` is of the kind "view".
     """
 
-    def maker(self, tensor: Any) -> Any:
-        """The operation that a tensor is a result of; None for an input of the program."""
-
-    def kind(self, operation: Any) -> str:
-        """One of the above."""
-
-    def given(self, operation: Any) -> dict[str, Any]:
-        """The arguments that it was given, by name."""
-
     def result(self, operation: Any, index: int = 0) -> Any:
-        """A result of an operation; None where nobody reads it, or it is read in a way of its own."""
+        """Return a result of an operation; None where nobody reads it, or it is read in a way of its own."""
 
     def readers(self, tensor: Any) -> set[Any]:
-        """The operations that read a tensor; the program's end is one of them."""
+        """Return the operations that read a tensor; the program's end is one of them."""
 
     def example(self, tensor: Any) -> Any:
-        """A tensor's shape, dtype, device and ndim; None for what is no tensor."""
+        """Return a tensor's shape, dtype, device and ndim; None for what is not a tensor."""
 
 
 @dataclass(eq=False)
@@ -85,14 +74,14 @@ class RouterMatch:
 
     @property
     def summary(self) -> str:
-        """For the report."""
+        """Return what the report says of it."""
         bias = "" if self.bias is None else ", bias"
         kept, groups = self.options.get("top_groups", 1), self.options.get("num_groups", 1)
         grouped = f", {kept} of {groups} groups" if groups > 1 else ""
         return f"{self.options['score']}{bias}{grouped} and top-k in one operator"
 
     def entry(self, graph: RouterGraph, reason: str | None, where: str | None = None) -> RouterEntry:
-        """The decision for the report; `reason`: why the router stays as it is, None where it does not."""
+        """Return the decision for the report; `reason`: why the router stays as it is, None where it does not."""
         logits = graph.example(self.logits)
         tokens = logits.shape[0] if isinstance(logits.shape[0], int) else None
         decision = ("moe_router", self.summary) if reason is None else ("as written", reason)
@@ -100,7 +89,7 @@ class RouterMatch:
 
 
 def match_router(graph: RouterGraph, top_k: Any) -> RouterMatch | None:
-    """The router whose choice of experts is an operation of kind "topk"; None where it is of no router's form."""
+    """Return the router whose choice of experts is an operation of kind "topk"; None where it has no router's form."""
     try:
         return _Matcher(graph, top_k).match()
     except MismatchError:
@@ -108,7 +97,7 @@ def match_router(graph: RouterGraph, top_k: Any) -> RouterMatch | None:
 
 
 def reason_against_kernels(graph: RouterGraph, match: RouterMatch) -> str | None:
-    """Why no kernel runs a router; None where one does."""
+    """Return why no kernel runs a router; None where one does."""
     logits, scores, options = graph.example(match.logits), graph.example(match.scores), match.options
     if logits.dtype not in _DTYPES or logits.device.type not in ("cpu", "cuda"):
         return "its logits are no tensor of 16 or 32 bits on a CPU or CUDA device"
@@ -134,7 +123,7 @@ def _is_number(value: Any) -> bool:
 
 
 def _is(value: Any, number: int) -> bool:
-    """Whether a value, which may be a tensor of the program, is a number."""
+    """True if a value, which may be a tensor of the program, is a number."""
     return isinstance(value, (int, float)) and value == number
 
 
@@ -171,7 +160,7 @@ class _Matcher:
     # ---- the choice
 
     def behind_choice(self, compared: Any) -> Any:
-        """The scores that a choice is made by: behind a mask of groups and a bias."""
+        """Return the scores that a choice is made by: behind a mask of groups and a bias."""
         graph, found = self.graph, self.found
         choice = self.behind_detach(compared)
         operation = graph.maker(choice)
@@ -196,7 +185,7 @@ class _Matcher:
         return choice
 
     def behind_groups(self, operation: Any) -> Any:
-        """The choice behind a mask of all but the best groups of experts."""
+        """Return the choice behind a mask of all but the best groups of experts."""
         graph, found = self.graph, self.found
         given, keeps = graph.given(operation), True
         if graph.kind(operation) == "masked_fill":
@@ -251,7 +240,7 @@ class _Matcher:
         return choice
 
     def behind_group_scores(self, scores: Any, choice: Any, groups: int) -> int:
-        """How many of each group's best experts its score is the sum of."""
+        """Return how many of each group's best experts its score is the sum of."""
         graph = self.graph
         operation = graph.maker(scores)
         given = graph.given(operation)
@@ -277,7 +266,7 @@ class _Matcher:
     # ---- the scores
 
     def of_scores(self, operation: Any) -> Any:
-        """The logits of which an operation makes scores."""
+        """Return the logits of which an operation makes scores."""
         given = self.graph.given(operation)
         if self.graph.kind(operation) == "softmax":
             require(given.get("dim") in _LAST)
@@ -287,7 +276,7 @@ class _Matcher:
         return given["input"]
 
     def take(self, scores: Any, compared: Any) -> None:
-        """Finds what takes the scores of the chosen experts: a gather, or the top-k that chooses."""
+        """Find what takes the scores of the chosen experts: a gather, or the top-k that chooses."""
         graph, found = self.graph, self.found
         ids, values = graph.result(found.top_k, 1), graph.result(found.top_k, 0)
         sources = (scores,) if found.bias is not None or self.detached else (scores, compared)
@@ -303,7 +292,7 @@ class _Matcher:
         found.scores = values
 
     def scores_of_chosen(self) -> None:
-        """Softmax or sigmoid of the logits of the chosen experts."""
+        """Find the softmax or sigmoid of the logits of the chosen experts."""
         graph, found = self.graph, self.found
         wide = self.only_reader(found.scores)
         if graph.kind(wide) == "cast" and graph.example(graph.result(wide)).dtype == torch.float32:
@@ -318,7 +307,7 @@ class _Matcher:
         found.scores = result
 
     def follow(self) -> None:
-        """Adds what is done to the scores as far as it is known: normalization, a scale, a cast at last."""
+        """Add what is done to the scores as far as it is known: normalization, a scale, a cast at last."""
         graph, found = self.graph, self.found
         with contextlib.suppress(MismatchError):
             while graph.example(found.scores).dtype == torch.float32:
@@ -334,7 +323,7 @@ class _Matcher:
                 found.scores = result
 
     def scale_or_cast(self, operation: Any) -> tuple[list[Any], dict[str, Any]]:
-        """(operation, options) of one that multiplies, divides or casts the scores."""
+        """Return (operation, options) of one that multiplies, divides or casts the scores."""
         graph, found = self.graph, self.found
         kind, given = graph.kind(operation), graph.given(operation)
         if kind == "cast":
@@ -349,7 +338,7 @@ class _Matcher:
         return [operation], dict(scale=float(factor) if kind == "mul" else 1.0 / factor)
 
     def normalization(self, readers: set[Any]) -> tuple[list[Any], dict[str, Any]]:
-        """(operations, options) of ``scores / (sum of scores)``, in this order."""
+        """Return (operations, options) of ``scores / (sum of scores)``, in this order."""
         graph, found = self.graph, self.found
         require(not found.options["normalize"] and "scale" not in found.options)
         total = next((operation for operation in readers if graph.kind(operation) == "sum"), None)
@@ -375,7 +364,7 @@ class _Matcher:
         return [*operations, divide], options
 
     def behind_casts(self) -> None:
-        """The logits before a cast to float32, which `moe_router` does itself."""
+        """Return the logits before a cast to float32, which `moe_router` does itself."""
         graph, found = self.graph, self.found
         operation = graph.maker(found.logits)
         if graph.kind(operation) != "cast":
@@ -395,7 +384,7 @@ class _Matcher:
         return self.graph.given(operation)
 
     def top_k_of(self, given: dict[str, Any], last: tuple[int, ...] = _LAST) -> None:
-        """Requires that arguments are those of the k largest along the last dimension."""
+        """Require that arguments are those of the k largest along the last dimension."""
         named = given.get("dim", -1) in last and given.get("largest", True) is True
         require(named and isinstance(given.get("k"), int) and given["k"] >= 1)
 
@@ -410,7 +399,7 @@ class _Matcher:
         return next(iter(readers))
 
     def choosing_input(self, tensor: Any, kind: str | None = None) -> Any:
-        """What an operation, which has to be of a kind, makes a tensor of."""
+        """Return what an operation, which has to be of a kind, makes a tensor of."""
         operation = self.graph.maker(tensor)
         require(kind is None or self.graph.kind(operation) == kind)
         self.add_choosing(operation)
@@ -419,7 +408,7 @@ class _Matcher:
         return source
 
     def behind_detach(self, tensor: Any, *, add: bool = True) -> Any:
-        """What a tensor is behind views of the same shape, and detached from."""
+        """Return what a tensor is behind views of the same shape, and detached from."""
         graph = self.graph
         while (kind := graph.kind(operation := graph.maker(tensor))) in ("detach", "view"):
             source = graph.given(operation)["input"]
@@ -432,13 +421,13 @@ class _Matcher:
         return tensor
 
     def same_shape(self, first: Any, second: Any) -> bool:
-        """Whether both are (any, E) of one dtype: a view of one is the other then."""
+        """True if both are (any, E) of one dtype: a view of one is the other then."""
         examples = self.graph.example(first), self.graph.example(second)
         alike = all(each is not None and len(each.shape) == 2 and each.shape[1] == self.experts for each in examples)
         return alike and self.same_dtype(first, second)
 
     def same_dtype(self, first: Any, second: Any) -> bool:
-        """Whether a view has the numbers of its source: one of another dtype takes their bits for others."""
+        """True if a view has the numbers of its source: one of another dtype takes their bits for others."""
         examples = self.graph.example(first), self.graph.example(second)
         return all(each is not None for each in examples) and bool(examples[0].dtype == examples[1].dtype)
 

@@ -56,7 +56,7 @@ class Program:
         saved: Mapping[Any, str] | None = None,
         differentiated: Collection[int] | None = None,
     ) -> str | None:
-        """Why one operator may not run in the place of some steps, anywhere between the first of them and the last.
+        """Return why one operator may not run in the place of some steps, anywhere between the first and the last.
 
         Args:
             replaced: positions of the steps that it replaces, the place of insertion among them. What they write
@@ -76,8 +76,8 @@ class Program:
     def reason_against_reading_later(
         self, first: int, last: int, storages: Mapping[Any, str], ignored: Collection[int] = ()
     ) -> str | None:
-        """Why what the step at `first` reads or makes may be something else at `last` (the number of steps: when the
-        program has ended): a step between the two, none of `ignored`, changes it."""
+        """Return why what the step at `first` reads or makes may have changed at `last` (the number of steps: when the
+        program has ended), by a step between the two that is not among `ignored`."""
         for position in range(first + 1, last):
             step = self.steps[position]
             for storage, name in storages.items() if position not in ignored else ():
@@ -90,14 +90,14 @@ class Program:
         return end or f"after {self.steps[first].name}, before its backward"
 
     def reason_against_packing(self, storages: Iterable[Hashable]) -> str | None:
-        """Why what was packed before the call may be out of date in it: some step changes the weight."""
+        """Return why what was packed before the call may be out of date in it: some step changes the weight."""
         storages = frozenset(storages)
         writer = next((step for step in self.steps if step.changes(storages)), None)
         return None if writer is None else f"the weight may be changed in place by {writer.name} in the same graph"
 
 
 def is_hidden_training_forward() -> bool:
-    """Whether this may be the forward of an `autograd.Function`, whose gradients its own backward computes though the
+    """True if this may be the forward of an `autograd.Function`, whose gradients its own backward computes though the
     grad mode is off: of reentrant checkpointing, for one. Weights that require a gradient are being trained there.
 
     torch disables forward-mode AD in such a forward and under `torch.inference_mode`, and not under `torch.no_grad`.

@@ -14,7 +14,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -26,6 +26,7 @@ __all__ = [
     "SYMBOLS",
     "TARGETS",
     "MismatchError",
+    "Operations",
     "Spelling",
     "column_part",
     "is_interleaved",
@@ -171,6 +172,19 @@ SYMBOLS = {name: row for row in _TABLE for name in (*row.methods.split(), *row.n
 IN_PLACE = {operator.iadd, operator.imul, operator.itruediv, operator.setitem} | {
     target for target in TARGETS if str(getattr(target, "__name__", target)).split(".")[0].endswith("_")
 }
+
+
+class Operations(Protocol):
+    """A program as tensors and the operations between them, each a hashable object of the compiler's."""
+
+    def maker(self, tensor: Any) -> Any:
+        """Return the operation that a tensor is a result of; None for an input of the program."""
+
+    def kind(self, operation: Any) -> str:
+        """Return the kind of an operation in the table, "" for all others."""
+
+    def given(self, operation: Any) -> dict[str, Any]:
+        """Return the arguments of an operation by name."""
 
 
 def keeps_order(kind: str, arguments: Mapping[str, Any]) -> bool:

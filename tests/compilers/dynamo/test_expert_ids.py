@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from both_compilers import by_dynamo as compiled
 from both_compilers import decisions
 from oracle import moe_experts, relative_error
-from test_whole_experts import BF16, A, E, Experts, H, T
+from test_fused_moe_pattern import BF16, A, E, Experts, H, T
 
 from thunder_moe import rewrite_report
 from thunder_moe.formats.nvfp4 import dequantize, quantize

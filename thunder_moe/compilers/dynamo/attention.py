@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx
 
-from thunder_moe.compilers.dynamo.effects import is_in_a_function_transform, storages_of
+from thunder_moe.compilers.dynamo.effects import is_in_a_function_transform
 from thunder_moe.compilers.dynamo.nodes import calls, given, same, source_of, user_line, value_of
 from thunder_moe.compilers.dynamo.scopes import Scope
 from thunder_moe.compilers.report import AttentionEntry
@@ -59,7 +59,7 @@ class RepeatedAttention:
 
 
 def find_repeated_attention(scope: Scope, *, on_any_device: bool) -> list[RepeatedAttention]:
-    """The attention of a graph whose keys and values are repeated.
+    """Return the attention of a graph whose keys and values are repeated.
 
     Args:
         scope: of a graph as dynamo gives it to a backend, with example values.
@@ -90,8 +90,8 @@ def find_repeated_attention(scope: Scope, *, on_any_device: bool) -> list[Repeat
     return found
 
 
-def group_heads(found: RepeatedAttention) -> None:
-    """Rewrites the call of one of `find_repeated_attention`, for the caller to erase."""
+def group_heads(found: RepeatedAttention) -> fx.Node:
+    """Add what computes the call of one of `find_repeated_attention`, for the caller to put in its place."""
     node, graph = found.node, found.scope.graph
     named = given(node)
     options: dict[str, Any] = {name: named[name] for name in ("attn_mask", "dropout_p", "scale") if name in named}
@@ -100,7 +100,7 @@ def group_heads(found: RepeatedAttention) -> None:
         return graph.call_method(name, arguments)
 
     def rows_of_groups(source: fx.Node) -> fx.Node:
-        """(B, Hkv * G, 1, X) -> (B, Hkv, G, X)"""
+        """Return (B, Hkv * G, 1, X) -> (B, Hkv, G, X)"""
         groups = (found.entry.key_heads, found.entry.heads // found.entry.key_heads)
         return method("squeeze", method("unflatten", source, 1, groups), 3)
 
@@ -116,8 +116,7 @@ def group_heads(found: RepeatedAttention) -> None:
         out = graph.call_function(F.scaled_dot_product_attention, arguments, options)
         if not found.by_cudnn:
             out = method("unsqueeze", method("flatten", out, 1, 2), 2)
-    out.meta = dict(node.meta)
-    node.replace_all_uses_with(out)
+    return out
 
 
 def _behind_repeat(node: Any) -> _Repeat | None:
@@ -146,7 +145,7 @@ def _behind_repeat(node: Any) -> _Repeat | None:
 
 
 def _repeats(source: Any, repeated: fx.Node) -> int | None:
-    """How often the heads of (B, Hkv, L, D) are in (B, Hkv * G, L, D), by their sizes; None where these are others."""
+    """Return how often the heads of (B, Hkv, L, D) are in (B, Hkv * G, L, D); None where the other sizes differ."""
     few, many = value_of(source), value_of(repeated)
     if few is None or many is None or few.ndim != 4 or many.ndim != 4:
         return None
@@ -158,7 +157,7 @@ def _repeats(source: Any, repeated: fx.Node) -> int | None:
 
 
 def _groups_by_cudnn(scope: Scope, node: fx.Node, key: _Repeat, value: _Repeat) -> bool:
-    """Whether cuDNN groups the heads of a call without gradients."""
+    """True if cuDNN groups the heads of a call without gradients."""
     named = given(node)
     query, keys, values = value_of(named["query"]), value_of(key.source), value_of(value.source)
     mask = value_of(named.get("attn_mask"))
@@ -173,7 +172,7 @@ def _groups_by_cudnn(scope: Scope, node: fx.Node, key: _Repeat, value: _Repeat) 
 
 
 def _reason(scope: Scope, node: fx.Node, key: _Repeat, value: _Repeat, *, by_cudnn: bool) -> str | None:
-    """Why attention stays as it is. The gates, in order."""
+    """Return why attention stays as it is; the gates stand in order."""
     named = given(node)
     query, keys, values = value_of(named["query"]), value_of(key.source), value_of(value.source)
     heads = int(value_of(named["key"]).shape[1])
@@ -193,8 +192,7 @@ def _reason(scope: Scope, node: fx.Node, key: _Repeat, value: _Repeat, *, by_cud
             return "its mask is not (batch, 1 or heads, queries, keys)"
         if mask.dtype not in (torch.bool, query.dtype):
             return f"its mask is {mask.dtype}, the query {query.dtype}"
-    positions = {scope.positions[each] for each in (node, *key.nodes, *value.nodes)}
-    read = dict.fromkeys(storages_of(keys), "the keys") | dict.fromkeys(storages_of(values), "the values")
-    copies = dict.fromkeys(storages_of([value_of(named["key"]), value_of(named["value"])]), "the repeated keys")
-    differentiable = scope.modes[node] and value_of(node).requires_grad
-    return scope.program.reason_against_fusing(positions, copies | read, read if differentiable else None)
+    nodes, read = {node, *key.nodes, *value.nodes}, {"the keys": key.source, "the values": value.source}
+    return scope.reason_against_fusing(
+        nodes, node, read, handed_on="the repeated keys", again=value_of(node).requires_grad
+    )

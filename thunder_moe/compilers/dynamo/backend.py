@@ -5,7 +5,6 @@ inductor unless ``options={"thunder_moe.inner": ...}`` names another.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 
@@ -13,6 +12,7 @@ import torch
 from torch import fx
 
 from thunder_moe.compilers.dynamo.compiled_graph import compile_graph
+from thunder_moe.compilers.report import torch_compile_wrapper
 
 __all__ = ["thunder_moe_backend"]
 
@@ -25,7 +25,7 @@ def thunder_moe_backend(
     options: dict[str, Any] | None = None,
     dynamic: bool | None = None,
 ) -> Callable[..., Any]:
-    """A backend of torch.compile that runs frozen expert GEMMs with NVFP4 weights.
+    """Compile a graph of torch.compile whose frozen expert GEMMs run expert GEMMs with NVFP4 weights.
 
     Args:
         gm: dynamo's graph.
@@ -65,10 +65,9 @@ def thunder_moe_backend(
         raise ValueError(f"options['thunder_moe.attention']: got {attention!r}, wanted True, False or None")
     if attention and inner == "thunder":
         raise ValueError("options['thunder_moe.attention']: got True with the inner compiler 'thunder', which has none")
-    owner = _owner(sys._getframe(1))
     if not isinstance(inner, str) and not callable(inner):
         raise TypeError(f"options['thunder_moe.inner']: got {inner!r}, wanted the name of a compiler")
-    chosen = dict(owner=owner, format=format, option="options['thunder_moe.format']")
+    chosen = dict(owner=_owner(), format=format, option="options['thunder_moe.format']")
     if inner == "thunder":
         if mode is not None:
             raise ValueError(f"mode: got {mode!r}, which the inner compiler 'thunder' does not have; leave it out")
@@ -95,7 +94,13 @@ def _compile(
     return cast("Callable[..., Any]", torch._dynamo.lookup_backend(inner)(gm, inputs, **given))
 
 
-def _owner(frame: Any) -> Any:
-    """The wrapper with which torch.compile calls its backend: one per torch.compile, so it stands for the function."""
-    caller = frame.f_locals.get("self")
-    return caller if isinstance(caller, torch._TorchCompileWrapper) else None
+def _owner() -> Any:
+    """Return the wrapper with which torch.compile calls its backend; one per torch.compile stands for the function.
+
+    Dynamo's translation under way tells it; None where there is none, as when a backend is called by hand.
+    """
+    try:
+        translator = torch._dynamo.symbolic_convert.InstructionTranslator.current_tx()
+    except AttributeError:
+        return None
+    return torch_compile_wrapper(translator.output.compiler_fn)

@@ -14,8 +14,9 @@ from typing import Any
 import torch
 from torch import fx
 
+from thunder_moe.compilers.dynamo.inputs import Rewritten
 from thunder_moe.compilers.dynamo.nodes import traced_frame
-from thunder_moe.compilers.dynamo.rewrite import Rewritten, rewrite
+from thunder_moe.compilers.dynamo.rewrite import rewrite
 from thunder_moe.compilers.dynamo.scopes import copy_of
 from thunder_moe.compilers.eligibility import Format, choosing_format
 from thunder_moe.compilers.report import Graph, record
@@ -42,7 +43,7 @@ def compile_graph(
     dynamic: bool | None = None,
     note: str = "",
 ) -> Callable[..., Any]:
-    """Rewrites a graph and compiles the result.
+    """Rewrite a graph and compile the result.
 
     Args:
         gm: dynamo's graph.
@@ -63,7 +64,7 @@ def compile_graph(
         rewritten, decisions, attended = rewrite(new, example_inputs, attention)
     decisions = [(gemm, to, reason if to == "16-bit" else reason + note) for gemm, to, reason in decisions]
     graph = record(owner, decisions, traced_frame(gm.graph), attended)
-    compiled = compile_(new, rewritten.example_inputs(example_inputs))
+    compiled = compile_(new, rewritten.inputs(example_inputs, examples=True))
     if not decisions and not attended:
         return compiled
     if not rewritten.packs:
@@ -80,7 +81,7 @@ def compile_graph(
 def _runner(
     rewritten: Rewritten, graph: Graph, compiled: Callable[..., Any], in_16_bit: Callable[..., Any] | None = None
 ) -> Callable[..., Any]:
-    """The callable that replaces dynamo's graph.
+    """Return the callable that replaces dynamo's graph.
 
     Args:
         rewritten: how the inputs become those of the rewritten graph.
@@ -92,19 +93,22 @@ def _runner(
             where it did not before; and where a weight holds NaN or Inf. None where no weight is packed.
     """
 
-    trained, writes = bool(rewritten.trained), bool(rewritten.written)  # at every call: 0.1 us for a look or a call
+    trained, writes = (
+        bool(rewritten.trained),
+        bool(rewritten.written),
+    )  # at every call: 0.1 us for a look or a call
 
     def run(*given: Any) -> Any:
         hidden = is_hidden_training_forward()
         reason = None
         if in_16_bit is not None:
             trains = hidden or torch.is_grad_enabled() or rewritten.enables_grad
-            thawed = trains and rewritten.is_thawed(given)
+            thawed = rewritten.thawed(given) if trains else None
             if thawed:
-                rewritten.declare_thawed(given)
+                rewritten.declare_thawed(thawed)
             shares = writes and rewritten.writes_read(given)
             if shares:
-                rewritten.declare_shared()
+                warn_once("shared", f"{_SHARED}: such calls run in 16 bits")
             hides = hidden and rewritten.watched
             reason = _THAWED if thawed else _SHARED if shares else _HIDDEN if hides else None
         if reason is None:

@@ -38,7 +38,7 @@ _IN_PLACE_OPERATORS = {getattr(operator, name) for name in _IN_PLACE_METHODS}
 
 
 def storages_of(value: Any) -> frozenset[int]:
-    """The storages of all tensors in a value."""
+    """Return the storages of all tensors in a value."""
     return frozenset(storage for leaf in tree_leaves(value) for storage in _storages(leaf))
 
 
@@ -57,7 +57,7 @@ def _storages(leaf: Any) -> Iterable[int]:
 
 
 def is_in_a_function_transform(value: Any) -> bool:
-    """Whether a tensor is wrapped by torch.func.grad, vmap, ..."""
+    """True if a tensor is wrapped by torch.func.grad, vmap, ..."""
     return isinstance(value, torch.Tensor) and torch._C._functorch.is_functorch_wrapped_tensor(value)
 
 
@@ -68,7 +68,7 @@ def _unwrapped(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def grad_modes(graph: fx.Graph, initial: bool) -> dict[fx.Node, bool]:
-    """The grad mode while each node runs.
+    """Return the grad mode while each node runs.
 
     Args:
         graph: with the nodes by which dynamo changes the mode.
@@ -110,7 +110,7 @@ def program_of(
     value_of: Callable[[fx.Node], Any],
     nested: Mapping[fx.Node, Sequence[tuple[Program, frozenset[int]]]],
 ) -> Program:
-    """A graph's nodes as steps, in order.
+    """Return a graph's nodes as steps, in order.
 
     Args:
         graph: with example values.
@@ -148,14 +148,14 @@ def _step(
 
 
 def _name(node: fx.Node) -> str:
-    """The name of a node's operation, without its overload: "mul_", "aten.mul_"."""
+    """Return the name of a node's operation, without its overload: "mul_", "aten.mul_"."""
     if isinstance(node.target, torch._ops.OpOverload):
         return str(node.target.overloadpacket)
     return node.target if isinstance(node.target, str) else getattr(node.target, "__name__", str(node.target))
 
 
 def _written(node: fx.Node, value_of: Callable[[fx.Node], Any]) -> Collection[int] | None:
-    """The storages that a node writes; None when nobody can tell."""
+    """Return the storages that a node writes; None when nobody can tell."""
     target: Any = node.target
     values = fx.map_arg((node.args, node.kwargs), value_of)
     args, kwargs = values
@@ -196,7 +196,7 @@ class _Recorder(TorchDispatchMode):
 
 
 def _observed_writes(target: Callable[..., Any], args: Any, kwargs: Any) -> set[int] | None:
-    """Runs a function on example values, which keep their shapes and strides whatever it does."""
+    """Run a function on example values, which keep their shapes and strides whatever it does."""
     fakes = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, FakeTensor)]
     if not fakes:
         return None

@@ -1,5 +1,5 @@
-"""Proves that ids of experts are those of a top-k, and erases masks of ids past the last expert, as there are none.
-Called by rewrite.py, selected_experts.py and whole_experts.py; calls scopes.py and effects.py.
+"""Proves that ids of experts are those of a top-k, and removes masks for ids past the last expert: there are none.
+Called by rewrite.py, gathered_bmm_pattern.py and fused_moe_pattern.py; calls scopes.py and effects.py.
 
     ids = topk(scores, A)[1].reshape(-1)           scores (T, E): 0 <= ids < E while nothing changes them in place
     sorted_ids = sort(ids)[0];  mask = (sorted_ids >= E).unsqueeze(-1)                            false throughout
@@ -31,19 +31,19 @@ from thunder_moe.compilers.dynamo.nodes import (
 )  # fmt: skip
 from thunder_moe.compilers.dynamo.scopes import Scope
 
-__all__ = ["erase_idle_masks", "reason_against_ids"]
+__all__ = ["reason_against_ids", "remove_noop_masks"]
 
 
 def reason_against_ids(scope: Scope, ids: Any, reader: fx.Node, experts: int) -> str | None:
-    """Why rows may not be sorted by the ids that a node reads: an index may be negative, and may be an error."""
+    """Return why rows may not be sorted by the ids that a node reads: an index may be negative, and may be an error."""
     if _bound(scope, ids, reader) != experts:
         return "a batched product with the weights of each row's expert, which no top-k over all experts chose"
     return None
 
 
-def erase_idle_masks(scope: Scope) -> bool:
-    """Erases masks and upper bounds of ids that change nothing, and says whether there were any. The scope is to be
-    made anew then."""
+def remove_noop_masks(scope: Scope) -> bool:
+    """Erase masks and upper bounds of ids that change nothing, and return whether there were any. The scope has to
+    be made anew then."""
     if scope.refusal is not None:
         return False
     *nodes, output = scope.graph.nodes
@@ -57,7 +57,7 @@ def erase_idle_masks(scope: Scope) -> bool:
 
 
 def _bound(scope: Scope, ids: Any, reader: fx.Node) -> int | None:
-    """n where 0 <= ids < n is sure for the ids that a node reads, else None."""
+    """Return n where 0 <= ids < n is sure for the ids that a node reads, else None."""
     while _is_unchanged(scope, ids, reader) and value_of(ids).dtype in (torch.int32, torch.int64):
         named = given(ids)
         if calls(ids, "clamp"):
@@ -74,7 +74,7 @@ def _bound(scope: Scope, ids: Any, reader: fx.Node) -> int | None:
 
 
 def _is_unchanged(scope: Scope, node: Any, reader: fx.Node) -> bool:
-    """Whether another node reads the tensor that a node made as it was made."""
+    """True if another node reads the tensor that a node made as it was made."""
     if not isinstance(value_of(node), Tensor):
         return False
     made, storages = node.args[0] if calls(node, "getitem") else node, storages_of(value_of(node))
@@ -83,7 +83,7 @@ def _is_unchanged(scope: Scope, node: Any, reader: fx.Node) -> bool:
 
 
 def _bounds_nothing(scope: Scope, node: fx.Node) -> bool:
-    """Whether a node is ``ids.clamp_(max=n - 1)`` of ids below n."""
+    """True if a node is ``ids.clamp_(max=n - 1)`` of ids below n."""
     named = given(node)
     if kind_of(node) != "clamp" or not is_in_place(node) or "min" in named or type(named.get("max")) is not int:
         return False
@@ -92,7 +92,7 @@ def _bounds_nothing(scope: Scope, node: fx.Node) -> bool:
 
 
 def _masks_nothing(scope: Scope, node: fx.Node, shared: Set[int]) -> bool:
-    """Whether a node masks nothing, and what it is given may stand for its result."""
+    """True if a node masks nothing, and what it is given may stand for its result."""
     named = given(node)
     if kind_of(node) != "masked_fill" or type(named.get("value")) not in (int, float):
         return False
@@ -101,7 +101,7 @@ def _masks_nothing(scope: Scope, node: fx.Node, shared: Set[int]) -> bool:
 
 
 def _is_false(scope: Scope, mask: Any, reader: fx.Node) -> bool:
-    """Whether a mask that a node reads is false throughout."""
+    """True if a mask that a node reads is false throughout."""
     if not _is_unchanged(scope, mask, reader):
         return False
     named = given(mask)
@@ -114,7 +114,7 @@ def _is_false(scope: Scope, mask: Any, reader: fx.Node) -> bool:
 
 
 def _is_same(scope: Scope, source: Any, node: fx.Node, shared: Set[int]) -> bool:
-    """Whether nobody can tell a tensor from the copy that a node makes of it: both alike, nobody reads it later, or
+    """True if replacing a copy by its source is unobservable: both alike, nobody reads the source later, or
     changes the copy, and neither is among the tensors that the graph shares with its caller."""
     old, new = value_of(source), value_of(node)
     if not isinstance(old, Tensor) or is_traceable_wrapper_subclass(old) or is_in_a_function_transform(old):

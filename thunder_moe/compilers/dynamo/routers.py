@@ -19,7 +19,6 @@ import torch
 from torch import Tensor, fx
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from thunder_moe.compilers.dynamo.dense_experts import Routing
 from thunder_moe.compilers.dynamo.effects import is_in_a_function_transform, storages_of
 from thunder_moe.compilers.dynamo.nodes import (
     calls,
@@ -30,6 +29,7 @@ from thunder_moe.compilers.dynamo.nodes import (
     user_line,
     value_of,
 )
+from thunder_moe.compilers.dynamo.replace import erase
 from thunder_moe.compilers.dynamo.scopes import Scope
 from thunder_moe.compilers.eligibility import EXPERTS
 from thunder_moe.compilers.report import RouterEntry
@@ -40,7 +40,7 @@ from thunder_moe.ops.experts import moe_experts  # noqa: F401  (registers the op
 from thunder_moe.ops.route import moe_route  # noqa: F401  (registers the operator)
 from thunder_moe.ops.router import moe_router  # noqa: F401  (registers the operator)
 
-__all__ = ["Router", "call_router", "dense_router", "find_routers", "fuse_router", "share_orders"]
+__all__ = ["Router", "find_routers", "fuse_router", "share_orders"]
 
 _OPS = torch.ops.thunder_moe
 _ROUTE, _ROUTER = ({operation, operation.default} for operation in (_OPS.moe_route, _OPS.moe_router))
@@ -68,7 +68,7 @@ class _Graph:
         return {name: self._as_read(value, operation) for name, value in given(operation).items()}
 
     def _as_read(self, value: Any, reader: fx.Node) -> Any:
-        """The node that made what a tensor holds when a node reads it: one that changed it in place before."""
+        """Return the node that made what a tensor holds when a node reads it: one that changed it in place before."""
         if not isinstance(value, fx.Node):
             return value
         before = self.positions.get(reader, -1)
@@ -121,13 +121,12 @@ class Router:
 
     @property
     def options(self) -> dict[str, Any]:
-        """Of `moe_router`."""
+        """Return the options of `moe_router`."""
         return {**self.match.options, "scores_dtype": value_of(self.match.scores).dtype}
 
 
 def find_routers(scope: Scope) -> list[tuple[Router, RouterEntry]]:
-    """The routers of a graph as dynamo gives it to a backend, with example values; `decision` says which are to be
-    fused."""
+    """Return the routers of a graph with example values; `decision` says which are to be fused."""
     found = []
     graph = _Graph(scope)
     for node in scope.graph.nodes:
@@ -152,38 +151,8 @@ def _router(scope: Scope, match: RouterMatch) -> Router:
     return Router(match, scope, place, sorted(nodes, key=scope.positions.__getitem__))
 
 
-def dense_router(scope: Scope, routing: Routing) -> tuple[Router, RouterEntry] | None:
-    """The router of experts that run on all tokens, whose choice is scattered to all experts before the sigmoid; None
-    where it is to stay as written."""
-    graph, positions, program = _Graph(scope), scope.positions, scope.program
-    _, indices, values = routing.operands
-    top_k = graph.maker(values)
-    if graph.kind(top_k) != "topk" or graph.maker(indices) is not top_k or graph.result(top_k) is not values:
-        return None
-    named, dtypes = graph.given(top_k), [value_of(node).dtype for node in (values, *routing.scores)]
-    whole = named.get("dim", -1) in (-1, 1) and named.get("largest", True) is True and isinstance(named.get("k"), int)
-    # Rounded once: to float32 and back around the sigmoid.
-    sigmoid = next(place for place, node in enumerate(routing.scores) if graph.kind(node) == "sigmoid")
-    wide, narrow = set(dtypes[1 : sigmoid + 2]), set(dtypes[sigmoid + 1 : -1])
-    if not whole or not wide <= {dtypes[0], torch.float32} or not narrow <= {torch.float32, dtypes[-1]}:
-        return None
-    if len({scope.modes[node] for node in (top_k, *routing.scores)}) > 1 or len(wide) > 1:
-        return None
-    options = dict(top_k=named["k"], score="sigmoid", normalize=False)
-    last = routing.scores[-1]
-    match = RouterMatch(top_k, top_k, named["input"], scores=last, operations={top_k: None}, options=options)
-    router = Router(match, scope, top_k, [top_k])
-    handed_on = dict.fromkeys(storages_of([value_of(indices), value_of(values)]), "the scores")
-    reason = (
-        scope.refusal
-        or _reason(scope, graph, router)
-        or program.reason_against_reading_later(positions[top_k], positions[routing.rows], handed_on)
-    )
-    return None if reason is not None else (router, match.entry(graph, None, user_line(top_k)))
-
-
-def call_router(router: Router) -> tuple[fx.Node, fx.Node]:
-    """Puts the scores and the ids of `moe_router` before a router's place."""
+def fuse_router(router: Router) -> None:
+    """Put `moe_router` in the place of one of `find_routers`."""
     match, graph = router.match, router.place.graph
     with graph.inserting_before(router.place):
         bias = match.bias
@@ -191,31 +160,16 @@ def call_router(router: Router) -> tuple[fx.Node, fx.Node]:
             bias = graph.call_method("squeeze", (bias, 0))
         call = graph.call_function(_OPS.moe_router.default, (match.logits, bias), router.options)
         scores, ids = (graph.call_function(operator.getitem, (call, part)) for part in range(2))
-    scores.meta = dict(match.scores.meta)
-    ids.meta = dict(next(user for user in match.top_k.users if user.args[1] == 1).meta)
-    return scores, ids
-
-
-def fuse_router(router: Router) -> None:
-    """Puts `moe_router` in the place of one of `find_routers`."""
-    match, graph = router.match, router.place.graph
-    scores, ids = call_router(router)
-    match.scores.replace_all_uses_with(scores)
-    for part in [user for user in match.top_k.users if user.args[1] == 1]:
-        part.replace_all_uses_with(ids)
-        graph.erase_node(part)
+    chosen = [user for user in match.top_k.users if user.args[1] == 1]
+    for old, new in ((match.scores, scores), *((part, ids) for part in chosen)):
+        new.meta = dict(old.meta)
+        old.replace_all_uses_with(new)
     for node in reversed(router.nodes):
-        if not node._erased and not node.users and not _is_read_changed(node, router.scope.positions):
-            graph.erase_node(node)
-
-
-def _is_read_changed(node: Any, positions: dict[fx.Node, int]) -> bool:
-    """Whether a node changes a tensor in place that another one reads behind it."""
-    return is_in_place(node) and any(positions.get(user, -1) > positions[node] for user in node.args[0].users)
+        erase(router.scope, node)
 
 
 def share_orders(graph: fx.Graph, program: Program) -> None:
-    """Lets calls of `moe_route`, and experts that sort by themselves, read the order of rows of the `moe_router` whose
+    """Let calls of `moe_route`, and experts that sort by themselves, read the order of rows of the `moe_router` whose
     ids they are given.
 
     Args:
@@ -253,7 +207,7 @@ def share_orders(graph: fx.Graph, program: Program) -> None:
 
 
 def _source_of_ids(ids: Any, experts: Any) -> Any:
-    """The node whose numbers these are, in the same order, when it has ids of so many experts."""
+    """Return the node whose numbers these are, in the same order, when it has ids of so many experts."""
     while True:
         named = given(ids)
         within = calls(ids, "clamp") and (named.get("min"), named.get("max")) == (0, experts - 1)
@@ -269,7 +223,7 @@ def _is_changed(program: Program, ids: fx.Node) -> bool:
 
 
 def _reason(scope: Scope, graph: _Graph, router: Router) -> str | None:
-    """Why a router stays as it is. The gates, in order."""
+    """Return why a router stays as it is; the gates stand in order."""
     match, positions, program = router.match, scope.positions, scope.program
     logits = value_of(match.logits)
     if is_in_a_function_transform(logits) or is_traceable_wrapper_subclass(logits):

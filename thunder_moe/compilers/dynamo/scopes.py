@@ -1,16 +1,17 @@
 """Dynamo's graph and the graphs nested in it (bodies of checkpoint, cond, ...), each of them a scope for rewrites.
-Called by rewrite.py, sites.py and dense_experts.py; calls effects.py.
+Called by rewrite.py, sites.py and all_experts_bmm_pattern.py; calls effects.py.
 
     root:  w, x, o = placeholders;  y = tag_activation_checkpoint(body, x, w.mT, o)
     body:                           x, w_mT, o = placeholders; grouped_mm(x, w_mT, o)
 
-A nested graph reads what is handed to it: `Scope.bring` hands an input of the root through to it.
+A nested graph reads what is handed to it: `Scope.thread_into_subgraph` hands an input of the root through to it.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, field
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -51,7 +52,7 @@ class Scope:
     refusal: str | None = None
     differentiates_itself: bool = False
     children: dict[fx.Node, list[Scope]] = field(default_factory=dict)
-    _brought: dict[fx.Node, fx.Node] = field(default_factory=dict)
+    _threaded: dict[fx.Node, fx.Node] = field(default_factory=dict)
 
     @property
     def graph(self) -> fx.Graph:
@@ -62,21 +63,48 @@ class Scope:
 
     @cached_property
     def program(self) -> Program:
-        """The graph as steps, `positions` the positions of its nodes. To be asked for before anything is rewritten."""
+        """Return the graph as steps, in the order of `positions`. Ask for it before anything is rewritten."""
         nested = {call: [(body.program, body.inputs) for body in bodies] for call, bodies in self.children.items()}
         return program_of(self.graph, self.modes, self.value_of, nested)
 
     @property
     def inputs(self) -> frozenset[int]:
-        """The storages of the graph's inputs."""
+        """Return the storages of the graph's inputs."""
         return storages_of([self.value_of(node) for node in self.graph.find_nodes(op="placeholder")])
+
+    def reason_against_fusing(
+        self,
+        nodes: Collection[Any],
+        result: fx.Node,
+        read: Mapping[str, Any],
+        *,
+        handed_on: str = "an intermediate",
+        ignored: Collection[int] = (),
+        again: bool = False,
+    ) -> str | None:
+        """Return `Program.reason_against_fusing` of some nodes.
+
+        Args:
+            nodes: those that one operator replaces.
+            result: the node among them whose result it gives.
+            read: the nodes that it reads in their stead, by the name for the report.
+            handed_on: the name of what the nodes hand to each other.
+            ignored: storages that are not looked at, of weights.
+            again: it reads the same in its backward.
+        """
+        again = again and self.modes[result]
+        names = {storage: name for name, node in read.items() for storage in storages_of(value_of(node))}
+        inner = dict.fromkeys(storages_of([value_of(node) for node in nodes if node is not result]), handed_on)
+        storages = {storage: name for storage, name in {**inner, **names}.items() if storage not in ignored}
+        positions = {self.positions[node] for node in nodes}
+        return self.program.reason_against_fusing(positions, storages, names if again else None)
 
     def value_of(self, node: fx.Node) -> Any:
         value = value_of(node)
         return attribute(self.module, str(node.target)) if value is None and node.op == "get_attr" else value
 
     def origin(self, node: fx.Node) -> fx.Node | None:
-        """The root's input that a node is, or that it is a view of; None where it is neither or nobody can tell."""
+        """Return the root's input that a node is or is a view of; None where it is neither or nobody can tell."""
         scope = self
         while scope.parent is not None or node.op not in ("placeholder", "get_attr"):
             if node.op == "placeholder":
@@ -93,23 +121,28 @@ class Scope:
             (node,) = sources
         return node
 
-    def bring(self, node: fx.Node) -> fx.Node:
-        """An input of the root as a node of this scope."""
+    def as_it_is(self) -> Scope:
+        """Return the scope of this graph after a rewrite."""
+        first = next(iter(self.graph.nodes))
+        return replace(self, modes=grad_modes(self.graph, self.modes.get(first, True)))
+
+    def thread_into_subgraph(self, node: fx.Node) -> fx.Node:
+        """Return an input of the root as a node of this scope, through further operands of the calls between."""
         if self.parent is None:
             return node
-        if node not in self._brought:
+        if node not in self._threaded:
             assert self.call is not None
-            _append_operand(self.call, self.parent.bring(node))
+            _append_operand(self.call, self.parent.thread_into_subgraph(node))
             for body in self.bodies:
                 last = body.graph.find_nodes(op="placeholder")[-1]
                 with body.graph.inserting_after(last):
-                    body._brought[node] = body.graph.placeholder(node.name)
-                body._brought[node].meta["example_value"] = node.meta["example_value"]
-        return self._brought[node]
+                    body._threaded[node] = body.graph.placeholder(node.name)
+                body._threaded[node].meta["example_value"] = node.meta["example_value"]
+        return self._threaded[node]
 
 
 def scopes_of(gm: fx.GraphModule, grad_enabled: bool) -> list[Scope]:
-    """The scope of dynamo's graph, then those of all graphs nested in it.
+    """Return the scope of dynamo's graph, then those of all graphs nested in it.
 
     Args:
         gm: dynamo's graph module.
@@ -148,13 +181,13 @@ def _nested_in(outer: Scope) -> list[Scope]:
 
 
 def _name_of(call: fx.Node) -> str:
-    """The name of a higher-order operator."""
+    """Return the name of a higher-order operator."""
     target: Any = call.target
     return str(target.name())
 
 
 def _operands(call: Any) -> tuple[Any, ...] | None:
-    """The operands that the placeholders of the bodies stand for; None where that is not known."""
+    """Return the operands that the placeholders of the bodies stand for; None where that is not known."""
     kind = _name_of(call)
     if kind in _OPERANDS_FROM:
         return tuple(call.args[_OPERANDS_FROM[kind] :])
@@ -177,8 +210,8 @@ def _append_operand(call: Any, operand: fx.Node) -> None:
 
 
 def copy_of(gm: fx.GraphModule) -> fx.GraphModule:
-    """A graph module of the same parameters, with graphs of its own and all that dynamo says about its inputs: dynamo
-    goes on using its own graph after the backend returns."""
+    """Return a graph module of the same parameters, with graphs of its own and what dynamo says of its inputs:
+    dynamo goes on using its own graph after the backend returns."""
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
     graph.output(graph.graph_copy(gm.graph, copies))
@@ -201,7 +234,7 @@ def copy_of(gm: fx.GraphModule) -> fx.GraphModule:
 
 
 def attribute(module: Any, name: str) -> Any:
-    """What a get_attr node gets: ``module.a.b`` for "a.b"; the module itself for ""."""
+    """Return what a get_attr node gets: ``module.a.b`` for "a.b"; the module itself for ""."""
     for part in filter(None, name.split(".")):
         module = getattr(module, part)
     return module

@@ -1,20 +1,17 @@
 """Finds the grouped GEMMs of an FX graph, the parameters behind them, and the SwiGLUs that consume them.
 Called by rewrite.py and the finders of experts; calls eligibility.py and safety.py for the decision on each GEMM,
-scopes.py for the graph around it, and nodes.py.
+swiglu.py for what a SwiGLU looks like, scopes.py for the graph around it, and nodes.py.
 
-    y = grouped_mm(x, w.transpose(-2, -1), offs)                            -> Site
-    y = grouped_linear(x, w, offs, bias)                                    -> Site, of GroupedLinear
-    y = activated_grouped_linear(y, w, offs, scales, bias)                  -> Site, of GroupedMLP
-    silu(grouped_mm(x, gate)) * grouped_mm(x, up)                           -> SwiGLUNodes of two sites
-    y = grouped_mm(x, gate_up); gate, up = y.chunk(2, -1); silu(gate) * up  -> SwiGLUNodes of one site
-    scaled_activation(grouped_linear(x, gate_up, offs, bias), scales)       -> SwiGLUNodes of one site
-    activated_grouped_linear(grouped_linear(x, gate_up, offs), down, offs)  -> SwiGLUNodes of one site, and its down
+    y = grouped_mm(x, w.transpose(-2, -1), offs)               torch's, the weight behind views
+    y = grouped_linear(x, w, offs, bias)                       of GroupedLinear
+    y = activated_grouped_linear(y, w, offs, scales, bias)     of GroupedMLP
 """
 
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, field
+from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,21 +19,21 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from thunder_moe.compilers import swiglu
 from thunder_moe.compilers.dynamo.effects import is_in_a_function_transform, storages_of
-from thunder_moe.compilers.dynamo.nodes import calls, factors, given, kind_of, only_user, user_line, value_of
+from thunder_moe.compilers.dynamo.nodes import calls, given, is_in_place, kind_of, user_line, value_of
 from thunder_moe.compilers.dynamo.scopes import Scope
 from thunder_moe.compilers.eligibility import GroupedGemm, decline_reason, in_chosen_format, swaps_last_dims
 from thunder_moe.compilers.safety import is_hidden_training_forward
-from thunder_moe.compilers.spellings import column_part, is_interleaved
+from thunder_moe.compilers.spellings import column_part
+from thunder_moe.compilers.swiglu import Gemm, SwiGLU
 from thunder_moe.formats.block_format import BLOCK_FORMATS
 
 __all__ = [
     "Site",
-    "SwiGLUNodes",
     "Weights",
     "find_sites",
     "find_swiglu",
-    "products_with_silu",
     "quantized_gemm",
     "read_live_rows_alone",
     "site_of",
@@ -66,47 +63,20 @@ class Site:
     reason: str | None
 
     @property
-    def operands(self) -> tuple[fx.Node, fx.Node, fx.Node]:
-        """(mat_a, mat_b, offs) as they are now: a rewrite elsewhere in the graph may have replaced them."""
-        rows, weight, offsets, *_ = self.arguments.values()
+    def operands(self) -> tuple[Any, Any, Any]:
+        """Return (mat_a, mat_b, offs or None) as they are now: another rewrite may have replaced them."""
+        rows, weight, offsets, *_ = (*self.arguments.values(), None)
         return rows, weight, offsets
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """All arguments of the call by name."""
+        """Return all arguments of the call by name."""
         return given(self.node)
 
     @property
-    def own(self) -> bool:
-        """Whether this is an operator of ours, whose result is zero past the last row end."""
+    def is_thunder_moe_op(self) -> bool:
+        """True if this is an operator of ours, whose result is zero past the last row end."""
         return calls(self.node, *_OWN)
-
-
-@dataclass(frozen=True, eq=False)
-class SwiGLUNodes:
-    """``silu(gate) * up``, whose multiplication `product` the fused operator replaces.
-
-    `sites` are the GEMMs of gate and up, or one GEMM of both; then `interleaved` tells by how many columns gate and up
-    take turns, 0 where they are its halves. `form`: the keywords of the activation where it is not SwiGLU. `scales`: a
-    factor of the rows of the product. `down`: where the product is a GEMM of ours on activated rows, that.
-    """
-
-    sites: tuple[Site, ...]
-    product: fx.Node
-    interleaved: int = 0
-    form: dict[str, Any] = field(default_factory=dict)
-    scales: fx.Node | None = None
-    down: Site | None = None
-
-    @property
-    def nodes(self) -> set[fx.Node]:
-        """All of its nodes, those of its GEMMs among them, before anything is rewritten."""
-        found = {self.product, *(site.node for site in self.sites)}
-        for node, _ in factors(self.product):
-            while node not in found:
-                found.add(node)
-                node = given(node)["input"]
-        return found
 
 
 class Weights:
@@ -120,20 +90,25 @@ class Weights:
         """
         self._scopes = scopes
         self.tensors = tensors
+        self._positions = {node: at for at, node in enumerate(scopes[0].graph.find_nodes(op="placeholder"))}
         self._by_storage: dict[int, list[fx.Node]] = {}
         for node, real in tensors.items():
             if _is_static(node, real):
                 for storage in storages_of(scopes[0].value_of(node)):
                     self._by_storage.setdefault(storage, []).append(node)
 
+    def handle(self, node: fx.Node) -> int | torch.Tensor:
+        """Return the position of an input among the graph's, or the tensor that the graph holds."""
+        return self._positions.get(node, self.tensors[node])
+
     def is_static(self, node: fx.Node) -> bool:
-        """Whether an input is a parameter or buffer."""
+        """True if an input is a parameter or buffer."""
         return _is_static(node, self.tensors[node])
 
     def behind(self, scope: Scope, source: Any, mat_b: torch.Tensor) -> tuple[fx.Node | None, bool]:
-        """(node, transposed): the weight that mat_b (E, K, N), a view of a node of a scope, is a view of, and whether
-        it lies as mat_b does. Inputs that share their memory now need not share it at the next call: the weight is the
-        one that the graph reads, except in a scope whose GEMMs stay as they are."""
+        """Return (node, transposed): the weight that mat_b (E, K, N), a view of a node of a scope, is a view of, and
+        whether it lies as mat_b does. Inputs that share their memory now need not share it at the next call: the weight
+        is the one that the graph reads, except in a scope whose GEMMs stay as they are."""
         nodes = [node for storage in storages_of(mat_b) for node in self._by_storage.get(storage, ())]
         if nodes and scope.refusal is None:
             origin = scope.origin(source)
@@ -145,7 +120,7 @@ class Weights:
         return None, True
 
     def sharing(self, tensor: torch.Tensor) -> fx.Node | None:
-        """The weight whose memory a tensor is of, in whatever shape."""
+        """Return the weight whose memory a tensor is of, in whatever shape."""
         return next((node for storage in storages_of(tensor) for node in self._by_storage.get(storage, ())), None)
 
     def reason_against_packing(self, weight: fx.Node) -> str | None:
@@ -158,7 +133,7 @@ class Weights:
 
 
 def find_sites(scope: Scope, weights: Weights) -> list[Site]:
-    """The grouped GEMMs of 2-D rows and 3-D weights in a graph as dynamo gives it to a backend, with example values."""
+    """Return the grouped GEMMs of 2-D rows and 3-D weights in a graph with example values."""
     sites = []
     for node in scope.graph.nodes:
         if not calls(node, "grouped_mm", *_OWN):
@@ -183,7 +158,7 @@ def site_of(
     rows: Any,
     weights: Weights,
 ) -> Site:
-    """The site of a GEMM with the weight mat_b (E, K, N), a view of the node `source`, and the decision on it."""
+    """Return the site of a GEMM with the weight mat_b (E, K, N), a view of the node `source`, with its decision."""
     assert scope.program.steps  # made before anything is rewritten
     experts, k, n = mat_b.shape
     out_dtype = value_of(node).dtype  # asked for, or autocast's
@@ -209,48 +184,56 @@ def site_of(
     return Site(node, scope, gemm, weight, transposed, "it is inside a torch.func transform" if transformed else reason)
 
 
-def find_swiglu(scope: Scope, sites: list[Site]) -> tuple[list[SwiGLUNodes], dict[Site, str]]:
-    """The SwiGLUs whose GEMMs are all among the sites, each of them in one at most; and why others are not fused."""
-    by_node = {site.node: site for site in sites}
-    found: list[SwiGLUNodes] = []
-    unfused: dict[Site, str] = {}
-    for product in scope.graph.nodes:
-        blocks = [_own_activation(by_node, product)]
-        for silu, gate, up in products_with_silu(product):
-            if only_user(silu, product) and only_user(gate, silu) and only_user(up, product):
-                blocks += [_two_gemms(by_node, gate, up, product), _one_gemm(by_node, gate, up, product)]
-        block = next((block for block in blocks if block is not None), None)
-        reason = None if block is None else _reason_against_fusing(scope, block)
-        if block is not None and reason is None:
-            found.append(block)
-        elif block is not None:
-            unfused |= dict.fromkeys(block.sites, str(reason))
-    return found, unfused
+class _Graph:
+    """A graph as a `SwiGLUGraph`: operations and tensors are its nodes."""
+
+    def __init__(self, scope: Scope, sites: Iterable[Site]) -> None:
+        self.scope = scope
+        self.operations = scope.graph.nodes
+        self.sites = {site.node: site for site in sites}
+
+    def maker(self, tensor: Any) -> Any:
+        return tensor
+
+    def kind(self, operation: Any) -> str:
+        return "" if is_in_place(operation) else kind_of(operation)
+
+    def given(self, operation: Any) -> dict[str, Any]:
+        return given(operation)
+
+    def readers(self, operation: Any) -> set[Any]:
+        return set(operation.users)
+
+    def same(self, first: Any, second: Any) -> bool:
+        return first is second
+
+    def gemm(self, tensor: Any) -> Gemm | None:
+        site = self.sites.get(tensor) if isinstance(tensor, fx.Node) else None
+        if site is None or calls(tensor, "activated") or site.arguments.get("bias_scale") is not None:
+            return None
+        return Gemm(site, site.arguments.get("bias"), frozenset({tensor}))
+
+    def part_of(self, tensor: Any) -> tuple[Any, str, set[Any]]:
+        whole, part = part_of(tensor)
+        return whole, part, set() if whole is None else {tensor, given(tensor)["input"]} - {whole}
+
+    def reason_against_fusing(self, block: SwiGLU) -> str | None:
+        rows, _, offsets = block.sites[0].operands
+        read, again = {"the rows": rows, "the offsets": offsets}, value_of(rows).requires_grad
+        # The fused operator's backward computes gate and up again.
+        return self.scope.reason_against_fusing(
+            block.replaced, block.product, read, handed_on="a projection", again=again
+        )
 
 
-def products_with_silu(product: Any) -> list[tuple[fx.Node, fx.Node, fx.Node]]:
-    """(silu, gate, up) of ``silu(gate) * up``, as often as a node is one: both factors may be a silu."""
-    pairs = [pair for pair in factors(product) if all(isinstance(factor, fx.Node) for factor in pair)]
-    return [
-        (silu, given(silu)["input"], up) for silu, up in pairs if calls(silu, "silu") and not given(silu).get("inplace")
-    ]
-
-
-def _reason_against_fusing(scope: Scope, block: SwiGLUNodes) -> str | None:
-    replaced = block.nodes
-    rows, _, offsets = block.sites[0].operands
-    read = dict.fromkeys(storages_of(value_of(rows)), "the rows")
-    read |= dict.fromkeys(storages_of(value_of(offsets)), "the offsets")
-    handed_on = dict.fromkeys(storages_of([value_of(node) for node in replaced - {block.product}]), "a projection")
-    # The fused operator's backward computes gate and up again.
-    differentiable = scope.modes[block.product] and value_of(rows).requires_grad
-    positions = {scope.positions[node] for node in replaced}
-    return scope.program.reason_against_fusing(positions, handed_on | read, read if differentiable else None)
+def find_swiglu(scope: Scope, sites: Iterable[Site]) -> list[SwiGLU]:
+    """Return the SwiGLUs of a graph whose GEMMs are all among the sites; those with a reason stay as they are."""
+    return swiglu.find_swiglu(_Graph(scope, sites))
 
 
 def quantized_gemm(node: Any, weights: Weights, position: int = 1) -> GroupedGemm:
-    """Names and sizes of a GEMM of one of the package's NVFP4 operators, whose arguments begin with rows or tokens;
-    `position` is that of the GEMM's weight among them."""
+    """Return names and sizes of a GEMM of one of the package's NVFP4 operators, whose arguments begin with rows or
+    tokens; `position` is that of the weight among them."""
     rows, packed = value_of(node.args[0]), value_of(node.args[position])
     format = next(known for known in BLOCK_FORMATS.values() if packed.dtype in known.code_dtypes)
     experts, codes, n = packed.shape
@@ -262,7 +245,7 @@ def quantized_gemm(node: Any, weights: Weights, position: int = 1) -> GroupedGem
 
 
 def read_live_rows_alone(node: fx.Node, offsets: fx.Node) -> bool:
-    """Whether grouped GEMMs of the same rows alone read what becomes of a node by functions that keep rows apart."""
+    """True if grouped GEMMs of the same rows alone read what becomes of a node by functions that keep rows apart."""
 
     def is_careful(user: fx.Node) -> bool:
         if calls(user, "grouped_mm", *_OWN):
@@ -274,56 +257,8 @@ def read_live_rows_alone(node: fx.Node, offsets: fx.Node) -> bool:
     return bool(node.users) and all(map(is_careful, node.users))
 
 
-def _two_gemms(by_node: dict[fx.Node, Site], gate: fx.Node, up: fx.Node, product: fx.Node) -> SwiGLUNodes | None:
-    first, second = by_node.get(gate), by_node.get(up)
-    if first is None or second is None or first.own != second.own or "activated" in map(kind_of, (gate, up)):
-        return None
-    biases = [site.arguments.get("bias") for site in (first, second)]
-    if (biases[0] is None) != (biases[1] is None) or _has_scaled_bias(first) or _has_scaled_bias(second):
-        return None
-    (rows, _, offsets), (up_rows, _, up_offsets) = first.operands, second.operands
-    same = rows is up_rows and offsets is up_offsets and first.transposed == second.transposed
-    if not same or first.gemm.out_features != second.gemm.out_features:
-        return None
-    return SwiGLUNodes((first, second), product)
-
-
-def _one_gemm(by_node: dict[fx.Node, Site], gate: Any, up: Any, product: fx.Node) -> SwiGLUNodes | None:
-    """gate and up are the two parts of one GEMM's output, and the only ones who read it."""
-    (first, gate_part), (second, up_part) = part_of(gate), part_of(up)
-    site = by_node.get(first) if first is not None and first is second else None
-    interleaved = is_interleaved(gate_part, up_part)
-    if site is None or interleaved is None or calls(site.node, "activated") or _has_scaled_bias(site):
-        return None
-    readers = {gate, up, *(given(part)["input"] for part in (gate, up))} - {site.node}
-    if not set(site.node.users) <= readers or any(set(r.users) - {gate, up} for r in readers - {gate, up}):
-        return None
-    return SwiGLUNodes((site,), product, interleaved=int(interleaved))
-
-
-def _own_activation(by_node: dict[fx.Node, Site], product: fx.Node) -> SwiGLUNodes | None:
-    """SwiGLU as our operators have it, alone or before the GEMM of the down projection."""
-    if not calls(product, "activation", "activated"):
-        return None
-    named, activated = given(product), calls(product, "activated")
-    y, offsets = named["mat_a"], named.get("offs")
-    site, down = by_node.get(y), by_node.get(product) if activated else None
-    if named.get("kind", "swiglu") != "swiglu" or site is None or not calls(y, "linear") or _has_scaled_bias(site):
-        return None
-    if not only_user(y, product) or (activated and down is None):
-        return None
-    if site.operands[2] is not offsets and (activated or offsets is not None):
-        return None
-    form: dict[str, Any] = {name: named[name] for name in ("alpha", "limit", "up_shift") if name in named}
-    return SwiGLUNodes((site,), product, named.get("interleave", 0), form, named.get("scales"), down)
-
-
-def _has_scaled_bias(site: Site) -> bool:
-    return site.arguments.get("bias_scale") is not None
-
-
 def part_of(node: Any) -> tuple[fx.Node | None, str]:
-    """(whole, part): which of the two parts of the last dim of `whole` a node is: low, high, even or odd."""
+    """Return (whole, part): which of the two parts of the last dim of `whole` a node is: low, high, even or odd."""
     if not calls(node, "getitem"):
         return None, ""
     whole, index = given(node).values()
@@ -346,7 +281,7 @@ def part_of(node: Any) -> tuple[fx.Node | None, str]:
 
 
 def _is_static(node: fx.Node, real: torch.Tensor) -> bool:
-    """Whether an input is a parameter or buffer with data that can be quantized ahead of the call."""
+    """True if an input is a parameter or buffer with data that can be quantized ahead of the call."""
     if isinstance(real, FakeTensor) or is_traceable_wrapper_subclass(real):
         return False
     marked = "_dynamo_static_input_type" in node.meta.get("tensor_dict", {})
@@ -354,7 +289,7 @@ def _is_static(node: fx.Node, real: torch.Tensor) -> bool:
 
 
 def qualified_name(node: fx.Node) -> str:
-    """``layers.0.weight`` from dynamo's ``L['self']._modules['layers']._modules['0']._parameters['weight']``."""
+    """Return ``layers.0.weight`` from dynamo's ``L['self']._modules['layers']._modules['0']._parameters['weight']``."""
     source = getattr(node, "_dynamo_source", None)
     name = getattr(source, "name", None)
     name = name() if callable(name) else name

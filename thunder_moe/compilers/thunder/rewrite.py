@@ -36,12 +36,12 @@ from thunder.core.transform_common import Transform  # noqa: E402
 
 from thunder_moe.compilers.eligibility import Decision, GroupedGemm, choosing_format, common_format, describe  # noqa: E402
 from thunder_moe.compilers.safety import is_hidden_training_forward  # noqa: E402
+from thunder_moe.compilers.swiglu import SwiGLU as SwiGLUSymbols  # noqa: E402
 from thunder_moe.compilers.thunder import nvfuser  # noqa: E402
 from thunder_moe.compilers.thunder.routers import find_routers, fuse_router  # noqa: E402
 from thunder_moe.compilers.thunder.sites import (  # noqa: E402
     Quantized,
     Site,
-    SwiGLUSymbols,
     find_quantized,
     find_sites,
     find_swiglu,
@@ -102,7 +102,7 @@ class NVFP4Rewrite(Transform):
         with tracectx(trace):
             calls: list[Site | SwiGLUSymbols] = [*blocks, *(site for site in eligible if id(site) not in fused)]
             for call in calls:
-                replaced = call.replaced if isinstance(call, SwiGLUSymbols) else (call.position,)
+                replaced = sorted(call.replaced) if isinstance(call, SwiGLUSymbols) else (call.position,)
                 new, route = _replace(packs, call, computation, replaced[-1])
                 replacements |= {id(computation.bound_symbols[position]): [] for position in replaced}
                 replacements[id(computation.bound_symbols[replaced[-1]])] = new
@@ -183,7 +183,7 @@ def _replace(
         form, scales = call.form, call.scales
         more = () if call.bias is None else (None, None, _gate_up_bias(call, clones))
     finish = (
-        sites[0].own
+        sites[0].is_thunder_moe_op
         and output.shape[0] > 0
         and (scales is not None or not _reads_live_rows_alone(computation, output, offsets))
     )

@@ -1,15 +1,12 @@
 """Finds the grouped GEMMs of a computation trace, the parameters behind them, and the SwiGLUs that consume them.
-Called by rewrite.py; calls trace.py for views and storages, eligibility.py for the decision on each GEMM, spellings.py.
-
-    y = moe_grouped_mm(x, transpose(w), offs)                              -> Site
-    silu(moe_grouped_mm(x, gate)) * moe_grouped_mm(x, up)                  -> SwiGLUSymbols of two sites
-    y = moe_grouped_mm(x, gate_up); gate, up = chunk(y); silu(gate) * up   -> SwiGLUSymbols of one site
+Called by rewrite.py; calls trace.py for views and storages, eligibility.py for the decision on each GEMM, and
+swiglu.py for what a SwiGLU looks like.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Hashable, Iterable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 from thunder_moe.compilers.thunder.compat import import_thunder
@@ -22,9 +19,11 @@ from thunder.core.proxies import ProxyTag, TensorProxy  # noqa: E402
 from thunder.core.symbol import BoundSymbol  # noqa: E402
 from thunder.core.trace import TraceCtx  # noqa: E402
 
+from thunder_moe.compilers import swiglu  # noqa: E402
 from thunder_moe.compilers.eligibility import QUANTIZED, GroupedGemm, decline_reason, in_chosen_format  # noqa: E402
 from thunder_moe.compilers.safety import is_hidden_training_forward  # noqa: E402
-from thunder_moe.compilers.spellings import column_part, is_interleaved  # noqa: E402
+from thunder_moe.compilers.spellings import column_part  # noqa: E402
+from thunder_moe.compilers.swiglu import Gemm, SwiGLU  # noqa: E402
 from thunder_moe.compilers.thunder import nvfuser  # noqa: E402
 from thunder_moe.compilers.thunder.symbols import (  # noqa: E402
     EXPERTS_LORA,
@@ -35,7 +34,7 @@ from thunder_moe.compilers.thunder.trace import ARGUMENTS, Computation, spelled 
 from thunder_moe.compilers.thunder.training_symbols import activated_linear, grouped_bias, scaled_activation  # noqa: E402
 from thunder_moe.formats.block_format import BLOCK_FORMATS, NVFP4  # noqa: E402
 
-__all__ = ["Quantized", "Site", "SwiGLUSymbols", "find_quantized", "find_sites", "find_swiglu", "trained_weights"]
+__all__ = ["Quantized", "Site", "find_quantized", "find_sites", "find_swiglu", "trained_weights"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,7 +49,7 @@ class Site:
         transposed: that argument is (E, K, N), not (E, N, K).
         reason: why it stays 16-bit, None when it is rewritten.
         grad_enabled: the grad mode in force at the GEMM.
-        own: of GroupedLinear or GroupedMLP, whose result is zero past the last row end.
+        is_thunder_moe_op: of GroupedLinear or GroupedMLP, whose result is zero past the last row end.
     """
 
     bsym: BoundSymbol
@@ -60,28 +59,18 @@ class Site:
     transposed: bool
     reason: str | None
     grad_enabled: bool
-    own: bool = False
+    is_thunder_moe_op: bool = False
+
+    @property
+    def operands(self) -> tuple[TensorProxy, TensorProxy, TensorProxy]:
+        """(rows, weight, offsets)."""
+        rows, weight, offsets = self.bsym.args[:3]
+        return rows, weight, offsets
 
     @property
     def requires_grad(self) -> bool:
         """Whether the weight does, in whatever mode."""
         return self.weight is not None and self.weight.requires_grad
-
-
-@dataclass(frozen=True, eq=False)
-class SwiGLUSymbols:
-    """``silu(gate) * up``. `sites` are the GEMMs of gate and up, or one GEMM of both; then `interleaved` tells by how
-    many columns gate and up take turns, 0 where they are its halves. `replaced`: positions of all its symbols, the last
-    of which is the multiplication; `reason`: why these cannot be one operator, None when they become it. `bias`: of one
-    GEMM, (E, 2I); `form`: the keywords of the activation where it is not SwiGLU; `scales`: a factor of the rows."""
-
-    sites: tuple[Site, ...]
-    replaced: tuple[int, ...]
-    interleaved: int
-    reason: str | None
-    bias: TensorProxy | None = None
-    form: dict[str, Any] = field(default_factory=dict)
-    scales: TensorProxy | None = None
 
 
 def find_sites(prologue: TraceCtx, computation: Computation) -> list[Site]:
@@ -146,110 +135,79 @@ def trained_weights(computation: Computation) -> list[TensorProxy]:
     ]
 
 
-def find_swiglu(computation: Computation, sites: list[Site]) -> list[SwiGLUSymbols]:
-    """The SwiGLUs whose GEMMs are all among the sites; each site is in one at most."""
-    by_output = {site.bsym.output.name: site for site in sites}
-    blocks = []
-    for position, product in enumerate(computation.bound_symbols):
-        if product.sym.id == scaled_activation.id:
-            own = _own_swiglu(computation, by_output, position)
-            blocks += [] if own is None else [own]
-            continue
-        kind, factors = spelled(product)
-        if kind != "mul" or product.sym.name == "mul_" or len(product.flat_proxy_args) != 2:
-            continue
-        for activated, up in ((factors["input"], factors["other"]), (factors["other"], factors["input"])):
-            silu = computation.position.get(activated.name, position)
-            kind, named = spelled(computation.bound_symbols[silu])
-            if kind != "silu" or named.get("inplace"):
-                continue
-            block = _swiglu(computation, by_output, named["input"], up, silu, position)
-            if block is not None:
-                blocks.append(block)
-                break
-    return blocks
+class _Graph:
+    """A computation as a `SwiGLUGraph`: operations are positions, tensors its proxies."""
+
+    def __init__(self, computation: Computation, sites: Iterable[Site]) -> None:
+        self.computation = computation
+        self.symbols = computation.bound_symbols
+        self.operations = range(len(self.symbols))
+        self.sites: dict[Any, Site] = {site.bsym.output.name: site for site in sites}
+
+    def maker(self, tensor: Any) -> int | None:
+        return self.computation.position.get(tensor.name) if isinstance(tensor, TensorProxy) else None
+
+    def kind(self, operation: Any) -> str:
+        symbol = None if operation is None else self.symbols[operation].sym
+        if symbol is None or symbol.name == "mul_":
+            return ""
+        return "activation" if symbol.id == scaled_activation.id else spelled(self.symbols[operation])[0]
+
+    def given(self, operation: Any) -> dict[str, Any]:
+        bsym = self.symbols[operation]
+        if bsym.sym.id == scaled_activation.id:
+            return {**dict(zip(("mat_a", "scales", "offs"), bsym.args, strict=True)), **bsym.kwargs}
+        return spelled(bsym)[1]
+
+    def readers(self, operation: Any) -> set[int]:
+        readers = self.computation.readers
+        return set().union(*(readers.get(proxy.name, ()) for proxy in self.symbols[operation].flat_proxy_outs))
+
+    def same(self, first: Any, second: Any) -> bool:
+        names = [None if each is None else self.computation.same(each.name) for each in (first, second)]
+        return names[0] == names[1]
+
+    def gemm(self, tensor: Any) -> Gemm | None:
+        bias, operations, at = None, set[int](), self.maker(tensor)
+        if at is not None and self.symbols[at].sym.id == grouped_bias.id:
+            tensor, _, bias, bias_scale, factor = self.symbols[at].args
+            operations.add(at)
+            if bias is None or bias_scale is not None or factor is not None:
+                return None
+        site = self.sites.get(tensor.name) if isinstance(tensor, TensorProxy) else None
+        return None if site is None else Gemm(site, bias, frozenset({*operations, site.position}))
+
+    def part_of(self, tensor: Any) -> tuple[Any, str, set[Any]]:
+        leaf = self.computation.leaf(tensor.name) if isinstance(tensor, TensorProxy) else None
+        if leaf is None or leaf.sym.id != PrimIDs.SLICE:
+            return None, "", set()
+        whole, starts, ends, *strides = leaf.args
+        shape, steps = tuple(whole.shape), strides[0] if strides and strides[0] else [1] * whole.ndim
+        if any(start != 0 for start in starts[:-1]) or tuple(ends[:-1]) != shape[:-1] or set(steps[:-1]) > {1}:
+            return None, "", set()
+        return whole, column_part(shape[-1], starts[-1], ends[-1], steps[-1]), {self.maker(tensor)}
+
+    def reason_against_fusing(self, block: SwiGLU) -> str | None:
+        computation = self.computation
+        rows, _, offsets = (tensor.name for tensor in block.sites[0].operands)
+        saved: dict[Hashable, str] = {computation.storage(rows): "the tensor of rows"}
+        saved[computation.storage(offsets)] = "the tensor of offsets"
+        storages = dict(saved)
+        if ARGUMENTS in computation.memory(rows) | computation.memory(offsets):
+            storages[ARGUMENTS] = "what may share memory with the rows or the offsets"
+        handed = (proxy for at in block.replaced - {block.product} for proxy in self.symbols[at].flat_proxy_outs)
+        storages |= {computation.storage(proxy.name): "the output of a GEMM" for proxy in handed}
+        kept = saved if computation.program.steps[block.product].grad_enabled else None
+        return computation.program.reason_against_fusing(block.replaced, storages, kept)
 
 
-def _own_swiglu(computation: Computation, by_output: dict[str, Site], product: int) -> SwiGLUSymbols | None:
-    """SwiGLU as our operator has it, on the output of a GEMM with or without a bias."""
-    y, scales, offsets = computation.bound_symbols[product].args
-    form = dict(computation.bound_symbols[product].kwargs)
-    if form.pop("kind", "swiglu") != "swiglu":
-        return None
-    interleaved, bias, positions = form.pop("interleave", None) or 0, None, {product}
-    before = computation.position.get(y.name)
-    if before is not None and computation.bound_symbols[before].sym.id == grouped_bias.id:
-        y, _, bias, bias_scale, factor = computation.bound_symbols[before].args
-        positions.add(before)
-        if bias is None or bias_scale is not None or factor is not None:
-            return None
-    site = by_output.get(y.name)
-    if site is None or not site.own or (offsets is not None and offsets.name != site.bsym.args[2].name):
-        return None
-    positions.add(site.position)
-    handed = [proxy.name for at in positions - {product} for proxy in computation.bound_symbols[at].flat_proxy_outs]
-    if any(not computation.readers.get(name, set()) <= positions for name in handed):
-        return None
-    reason = _reason_against_fusing(computation, site, positions, product, handed)
-    return SwiGLUSymbols((site,), tuple(sorted(positions)), interleaved, reason, bias, form, scales)
-
-
-def _swiglu(
-    computation: Computation, by_output: dict[str, Site], gate: TensorProxy, up: TensorProxy, silu: int, product: int
-) -> SwiGLUSymbols | None:
-    sites = _two_gemms(computation, by_output.get(gate.name), by_output.get(up.name))
-    interleaved, positions = False, {silu, product}
-    if not sites:
-        (whole, part), (other, other_part) = _part_of(computation, gate.name), _part_of(computation, up.name)
-        parts = is_interleaved(part, other_part)
-        if whole not in by_output or whole != other or parts is None:
-            return None
-        sites, interleaved = (by_output[whole],), parts
-        positions |= {computation.position[gate.name], computation.position[up.name]}
-    positions |= {site.position for site in sites}
-    handed = [proxy.name for at in positions - {product} for proxy in computation.bound_symbols[at].flat_proxy_outs]
-    if any(not computation.readers.get(name, set()) <= positions for name in handed):
-        return None  # somebody else reads a part of it
-    reason = _reason_against_fusing(computation, sites[0], positions, product, handed)
-    return SwiGLUSymbols(sites, tuple(sorted(positions)), int(interleaved), reason)
-
-
-def _reason_against_fusing(
-    computation: Computation, site: Site, positions: set[int], product: int, handed: list[str]
-) -> str | None:
-    """Why the symbols at some positions cannot be one operator; `handed` is what they hand to each other."""
-    rows, _, offsets = (arg.name for arg in site.bsym.args[:3])
-    saved: dict[Hashable, str] = {computation.storage(rows): "the tensor of rows"}
-    saved[computation.storage(offsets)] = "the tensor of offsets"
-    storages = dict(saved)
-    if ARGUMENTS in computation.memory(rows) | computation.memory(offsets):
-        storages[ARGUMENTS] = "what may share memory with the rows or the offsets"
-    storages |= {computation.storage(name): "the output of a GEMM" for name in handed}
-    program = computation.program
-    kept = saved if program.steps[product].grad_enabled else None
-    return program.reason_against_fusing(positions, storages, kept)
-
-
-def _two_gemms(computation: Computation, gate: Site | None, up: Site | None) -> tuple[Site, ...]:
-    """(gate, up) if both are sites with the same rows and offsets, and weights that can be stacked."""
-    if gate is None or up is None or gate is up or gate.own != up.own:
-        return ()
-    same_form = gate.transposed == up.transposed and gate.gemm.out_features == up.gemm.out_features
-    names = [[computation.same(site.bsym.args[i].name) for i in (0, 2)] for site in (gate, up)]
-    return (gate, up) if same_form and names[0] == names[1] else ()
-
-
-def _part_of(computation: Computation, name: str) -> tuple[str, str]:
-    """(whole, part): which of the two parts of the last dim of `whole` a tensor is: low, high, even or odd."""
-    leaf = computation.leaf(name)
-    if leaf is None or leaf.sym.id != PrimIDs.SLICE:
-        return "", ""
-    whole, starts, ends, *strides = leaf.args
-    shape, steps = tuple(whole.shape), strides[0] if strides and strides[0] else [1] * whole.ndim
-    width = shape[-1]
-    if any(start != 0 for start in starts[:-1]) or tuple(ends[:-1]) != shape[:-1] or set(steps[:-1]) > {1}:
-        return "", ""
-    return whole.name, column_part(width, starts[-1], ends[-1], steps[-1])
+def find_swiglu(computation: Computation, sites: list[Site]) -> list[SwiGLU]:
+    """Return the SwiGLUs of a trace whose GEMMs are all among the sites; each site is in one at most."""
+    graph = _Graph(computation, sites)
+    biased = {at for at, bsym in enumerate(graph.symbols) if bsym.sym.id == grouped_bias.id}
+    # Of GEMMs with a bias, only our activation is fused.
+    found = swiglu.find_swiglu(graph)
+    return [block for block in found if graph.kind(block.product) != "mul" or not biased & block.replaced]
 
 
 @dataclass(frozen=True, eq=False)

@@ -11,7 +11,7 @@ Legend: S rows, E experts.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor, fx
@@ -20,9 +20,10 @@ from thunder_moe.compilers.dynamo.effects import is_in_a_function_transform, sto
 from thunder_moe.compilers.dynamo.expert_ids import reason_against_ids
 from thunder_moe.compilers.dynamo.nodes import calls, given, only_user, value_of
 from thunder_moe.compilers.dynamo.scopes import Scope
-from thunder_moe.compilers.dynamo.sites import Site, SwiGLUNodes, Weights, find_swiglu, site_of
+from thunder_moe.compilers.dynamo.sites import Site, Weights, find_swiglu, site_of
+from thunder_moe.compilers.swiglu import SwiGLU
 
-__all__ = ["SelectedExperts", "SelectedSite", "find_selected_experts"]
+__all__ = ["SelectedSite", "find_selected_experts"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,37 +40,31 @@ class SelectedSite(Site):
 
     @property
     def operands(self) -> tuple[Any, Any, Any]:
-        """(rows, the selected weights, ids) as they are now."""
+        """Return (rows, the selected weights, ids) as they are now."""
         first, second = given(given(self.node)["input"]).values()
         rows, selected = (first, second) if calls(first, "unsqueeze") else (second, first)
         return given(rows)["input"], selected, given(selected)["index"]
 
 
-@dataclass(frozen=True, eq=False)
-class SelectedExperts:
-    """One such product, or two around a SwiGLU; `swiglu` is None for one."""
-
-    sites: tuple[SelectedSite, ...]
-    swiglu: SwiGLUNodes | None = None
-
-
-def find_selected_experts(scope: Scope, weights: Weights) -> tuple[list[SelectedExperts], list[SelectedSite]]:
-    """The products of a graph as dynamo gives it to a backend: (those to rewrite, all)."""
+def find_selected_experts(
+    scope: Scope, weights: Weights
+) -> tuple[list[SwiGLU], list[SelectedSite], list[SelectedSite]]:
+    """Return the products of a graph as dynamo gives it to a backend: (SwiGLUs between two that are to be rewritten,
+    the other products that are, all products)."""
     sites = [site for node in scope.graph.nodes if (site := _site(node, scope, weights)) is not None]
     eligible = {site.node: site for site in sites if site.reason is None}
-    swiglus, _ = find_swiglu(scope, list(eligible.values()))
-    blocks: list[SelectedExperts] = []
-    for swiglu in swiglus:
+    blocks: list[SwiGLU] = []
+    for swiglu in find_swiglu(scope, eligible.values()):
         first = swiglu.sites[0]
         second = next((site for site in eligible.values() if site.operands[0] is swiglu.product), None)
-        if len(swiglu.sites) > 1 or second is None or not isinstance(first, SelectedSite):
+        if swiglu.reason is not None or len(swiglu.sites) > 1 or second is None or not isinstance(first, SelectedSite):
             continue
         (unsqueezed,) = (node for node in second.nodes if calls(node, "unsqueeze"))
         whole = only_user(swiglu.product, unsqueezed) and second.ids is first.ids
         if whole and _change(scope, (first, second), swiglu.product) is None:
-            blocks.append(SelectedExperts((first, second), swiglu))
-    fused = {site for block in blocks for site in block.sites}
-    return blocks + [SelectedExperts((site,)) for site in eligible.values() if site not in fused], sites
+            blocks.append(replace(swiglu, down=second))
+    fused = {site for block in blocks for site in (*block.sites, block.down)}
+    return blocks, [site for site in eligible.values() if site not in fused], sites
 
 
 def _site(node: fx.Node, scope: Scope, weights: Weights) -> SelectedSite | None:
@@ -101,15 +96,10 @@ def _site(node: fx.Node, scope: Scope, weights: Weights) -> SelectedSite | None:
 
 
 def _change(scope: Scope, sites: tuple[SelectedSite, ...], *between: fx.Node) -> str | None:
-    """Why grouped GEMMs at the last of some products may not replace them all."""
+    """Return why grouped GEMMs at the last of some products may not replace them all."""
     nodes = frozenset().union(*(site.nodes for site in sites)) | {*between}
-    positions = {scope.positions[node] for node in nodes}
     rows, selected, ids = sites[0].operands
-    # A view of the result may be changed in place, by a bias, after the last product.
-    inner = [value_of(node) for node in nodes - {sites[-1].node}]
-    names = dict.fromkeys(storages_of(inner), "an intermediate")
-    names |= dict.fromkeys(storages_of(value_of(rows)), "the rows")
-    names |= dict.fromkeys(storages_of(value_of(ids)), "the experts")
-    for storage in storages_of(value_of(given(selected)["input"])):
-        names.pop(storage, None)  # of the weight, which `decline_reason` is about
-    return scope.program.reason_against_fusing(positions, names)
+    # A view of the result may be changed in place, by a bias, after the last product. `decline_reason` is about the
+    # weight.
+    weight = storages_of(value_of(given(selected)["input"]))
+    return scope.reason_against_fusing(nodes, sites[-1].node, {"the rows": rows, "the experts": ids}, ignored=weight)

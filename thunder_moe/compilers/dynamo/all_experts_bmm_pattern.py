@@ -30,8 +30,8 @@ from thunder_moe.compilers.dynamo.nodes import (
     value_of,
 )
 from thunder_moe.compilers.dynamo.scopes import Scope
-from thunder_moe.compilers.dynamo.sites import Site, Weights, part_of, products_with_silu, site_of
-from thunder_moe.compilers.spellings import MismatchError, is_interleaved, require
+from thunder_moe.compilers.dynamo.sites import Site, Weights, find_swiglu, site_of
+from thunder_moe.compilers.spellings import MismatchError, require
 
 __all__ = ["DenseExperts", "Routing", "find_dense_experts"]
 
@@ -58,8 +58,8 @@ class Routing:
 
     @property
     def operands(self) -> tuple[Any, Any, Any]:
-        """tokens (T, H), indices (T, A) and values (T, A) as they are now: a rewrite elsewhere in the graph may have
-        replaced them."""
+        """Return tokens (T, H), indices (T, A) and values (T, A) as they are now: another rewrite may have replaced
+        them."""
         scattered = given(self.scatter)
         return given(self.repeated)["input"], scattered["index"], scattered["value"]
 
@@ -75,9 +75,14 @@ class DenseExperts:
     routing: Routing | None
     reason: str | None
 
+    @property
+    def keeps_width(self) -> bool:
+        """True if the experts give as many features as tokens have."""
+        return self.sites[0].gemm.in_features == self.sites[-1].gemm.out_features
+
 
 def find_dense_experts(scope: Scope, weights: Weights) -> list[DenseExperts]:
-    """All batched GEMMs whose weight is a parameter or buffer, in a graph as dynamo gives it to a backend."""
+    """Return all batched GEMMs whose weight is a parameter or buffer, in a graph as dynamo gives it to a backend."""
     sites: dict[fx.Node, Site] = {}
     for node in scope.graph.nodes:
         if not calls(node, "bmm"):
@@ -89,36 +94,27 @@ def find_dense_experts(scope: Scope, weights: Weights) -> list[DenseExperts]:
         if weights.behind(scope, source, weight)[0] is not None:
             sites[node] = site_of(node, scope, source, weight, rows, None, weights)
     blocks, covered = [], set()
+    swiglus = {swiglu.product: swiglu for swiglu in find_swiglu(scope, sites.values())}
     for second in sites.values():
-        try:
-            first, between = _swiglu(second, sites)
-        except MismatchError:
+        swiglu = swiglus.get(given(second.node)["input"])
+        if swiglu is None or len(swiglu.sites) > 1 or swiglu.interleaved:
             continue
+        (first,) = swiglu.sites
         covered |= {first.node, second.node}
         reasons = [f"{site.gemm.weight}: {site.reason}" for site in (first, second) if site.reason is not None]
         if reasons:
             blocks.append(DenseExperts((first, second), None, reasons[0]))
             continue
         try:
-            blocks.append(DenseExperts((first, second), _routing(first, second, between), None))
+            blocks.append(DenseExperts((first, second), _routing(first, second, swiglu.replaced), None))
         except MismatchError as difference:
             blocks.append(DenseExperts((first, second), None, f"{_DENSE}: {difference}"))
     alone = [DenseExperts((site,), None, f"{_DENSE}, without a SwiGLU") for site in sites.values()]
     return blocks + [single for single in alone if single.sites[0].node not in covered]
 
 
-def _swiglu(second: Site, sites: dict[fx.Node, Site]) -> tuple[Site, set[fx.Node]]:
-    """The GEMM of gate and up whose SwiGLU the second one reads, and the nodes between the two."""
-    product = given(second.node)["input"]
-    for silu, gate, up in products_with_silu(product):
-        (whole, low), (other, high) = part_of(gate), part_of(up)
-        if whole is not None and whole is other and whole in sites and is_interleaved(low, high) is False:
-            return sites[whole], {product, silu, gate, up, given(gate)["input"], given(up)["input"]}
-    raise MismatchError
-
-
-def _routing(first: Site, second: Site, between: set[fx.Node]) -> Routing:
-    experts, hidden, nodes = first.gemm.experts, first.gemm.in_features, {first.node, second.node} | between
+def _routing(first: Site, second: Site, swiglu: frozenset[fx.Node]) -> Routing:
+    experts, hidden, nodes = first.gemm.experts, first.gemm.in_features, {second.node, *swiglu}
     total, inner = _sum_over_experts(second, nodes)
     for node in inner:
         require(set(node.users) <= inner | {total}, f"{node.name} is read elsewhere")
@@ -139,7 +135,7 @@ def _routing(first: Site, second: Site, between: set[fx.Node]) -> Routing:
 
 
 def _reason_against_routing(scope: Scope, routing: Routing, replaced: set[fx.Node]) -> str | None:
-    """Why routed GEMMs, which read tokens, experts and values at `routing.rows`, may not replace some nodes."""
+    """Return why routed GEMMs, which read tokens, experts and values at `routing.rows`, may not replace some nodes."""
     program, position = scope.program, scope.positions
     tokens, indices, values = routing.operands
     positions = {position[node] for node in replaced}
@@ -163,7 +159,7 @@ def _reason_against_routing(scope: Scope, routing: Routing, replaced: set[fx.Nod
 
 
 def _tokens_times_scores(rows: Any, experts: int, passed: set[fx.Node]) -> tuple[fx.Node, fx.Node]:
-    """(repeated, scores (T, E)) of ``tokens.repeat(E, 1) * scores.T.reshape(-1, 1)``; `passed` gets what is between."""
+    """Return (repeated, scores (T, E)) of ``tokens.repeat(E, 1) * scores.T.reshape(-1, 1)``; `passed` gets the rest."""
     for repeated, column in factors(rows):
         if not calls(repeated, "repeat") or not calls(column, "view"):
             continue
@@ -181,7 +177,7 @@ def _tokens_times_scores(rows: Any, experts: int, passed: set[fx.Node]) -> tuple
 
 
 def _score_nodes(node: Any) -> tuple[list[fx.Node], fx.Node]:
-    """The casts and the sigmoid that lead from the scattered values to the scores, in order; the scattering node."""
+    """Return the casts and the sigmoid from the scattered values to the scores, in order; then the scattering node."""
     chain: list[fx.Node] = []
     while calls(node, "cast", "sigmoid"):
         require(node.args and tensor(node, 2).dtype.is_floating_point, "its scores are not floating point")
@@ -192,7 +188,7 @@ def _score_nodes(node: Any) -> tuple[list[fx.Node], fx.Node]:
 
 
 def _scattered(scatter: Any, experts: int) -> tuple[fx.Node, fx.Node]:
-    """(indices, values) of a top-k scattered into a (T, E) of -inf, along the experts."""
+    """Return (indices, values) of a top-k scattered into a (T, E) of -inf, along the experts."""
     along = kind_of(scatter) == "scatter" and given(scatter)["dim"] in (1, -1)
     require(along, "its scores are not scattered along the experts")
     full, _, indices, values = given(scatter).values()
@@ -207,7 +203,7 @@ def _scattered(scatter: Any, experts: int) -> tuple[fx.Node, fx.Node]:
 
 
 def _sum_over_experts(second: Site, between: set[fx.Node]) -> tuple[fx.Node, set[fx.Node]]:
-    """The sum over the experts of the second GEMM's output, and the views between, beside others that are between."""
+    """Return the sum over the experts of the second GEMM's output; and `between` with the views before it."""
     node, inner, otherwise = second.node, {*between}, "its result is not summed over the experts"
     while calls(total := sole_user(node, otherwise), "view"):
         node = total

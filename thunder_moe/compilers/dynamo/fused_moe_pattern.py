@@ -7,7 +7,7 @@ operations between.
     y = grouped_mm(silu(gate) * up, down, offsets), [gate | up] = grouped_mm(rows, gate_up, offsets)
     (y [* weights[order]])[inverse of order].view(T, A, H).sum(1)
 
-and the same with batched products of repeated tokens (selected_experts.py), where no order is needed.
+and the same with batched products of repeated tokens (gathered_bmm_pattern.py), where no order is needed.
 Legend: T tokens, A = top_k, M = T * A rows, E experts, H hidden_size.
 """
 
@@ -36,9 +36,9 @@ from thunder_moe.compilers.dynamo.nodes import (
     value_of,
 )  # fmt: skip
 from thunder_moe.compilers.dynamo.scopes import Scope
-from thunder_moe.compilers.dynamo.selected_experts import SelectedExperts
-from thunder_moe.compilers.dynamo.sites import Site, SwiGLUNodes
+from thunder_moe.compilers.dynamo.sites import Site
 from thunder_moe.compilers.spellings import MismatchError, require
+from thunder_moe.compilers.swiglu import SwiGLU
 
 __all__ = ["WholeExperts", "find_whole_experts", "whole_selected_experts"]
 
@@ -62,7 +62,7 @@ class WholeExperts:
         nodes: all nodes that it consists of.
     """
 
-    first: SwiGLUNodes
+    first: SwiGLU
     down: Site
     tokens: _Operand | None = None
     ids: _Operand | None = None
@@ -74,16 +74,15 @@ class WholeExperts:
 
     @property
     def operands(self) -> tuple[Any, Any, Any]:
-        """The nodes of tokens, ids and weights as they are now: a rewrite elsewhere in the graph may have replaced
-        them."""
+        """Return the nodes of tokens, ids and weights as they are now: another rewrite may have replaced them."""
         tokens, ids, weights = (
             None if each is None else given(each[0])[each[1]] for each in (self.tokens, self.ids, self.weights)
         )
         return tokens, ids, weights
 
 
-def find_whole_experts(scope: Scope, blocks: list[SwiGLUNodes], sites: list[Site]) -> list[WholeExperts]:
-    """The layers whose experts are grouped GEMMs.
+def find_whole_experts(scope: Scope, blocks: list[SwiGLU], sites: list[Site]) -> list[WholeExperts]:
+    """Return the layers whose experts are grouped GEMMs.
 
     Args:
         scope: of a graph as dynamo gives it to a backend.
@@ -107,23 +106,21 @@ def find_whole_experts(scope: Scope, blocks: list[SwiGLUNodes], sites: list[Site
 
 
 def _is_plain(site: Site) -> bool:
-    """Whether a site is a GEMM alone. Those of GroupedLinear give zeros past the last row end, but here are no rows."""
+    """True if a site is a GEMM alone. GroupedLinear zero-fills rows past the last offset; here no such rows exist."""
     added = (site.arguments.get(name) for name in ("bias", "bias_scale", "scales"))
     return not calls(site.node, "activated") and all(each is None for each in added)
 
 
-def whole_selected_experts(scope: Scope, products: SelectedExperts) -> WholeExperts | None:
-    """The layer whose experts are batched products with the weights of each row's expert; None for others."""
-    if products.swiglu is None:
-        return None
+def whole_selected_experts(scope: Scope, block: SwiGLU) -> WholeExperts | None:
+    """Return the layer whose experts are batched products with the weights of each row's expert; None for others."""
     try:
-        return _Matcher(scope, products.swiglu, products.sites[-1]).match_selected(products)
+        return _Matcher(scope, block, block.down).match_selected()
     except MismatchError:
         return None
 
 
 class _Matcher:
-    def __init__(self, scope: Scope, block: SwiGLUNodes, down: Site) -> None:
+    def __init__(self, scope: Scope, block: SwiGLU, down: Site) -> None:
         self.scope = scope
         self.found = WholeExperts(block, down)
         self.order: Any = None
@@ -151,11 +148,12 @@ class _Matcher:
         self.find_total()
         return self.checked()
 
-    def match_selected(self, products: SelectedExperts) -> WholeExperts:
+    def match_selected(self) -> WholeExperts:
         found = self.found
-        for site in products.sites:
-            found.nodes |= site.nodes
-        rows, selected, _ = products.sites[0].operands
+        first: Any = found.first.sites[0]
+        down: Any = found.down
+        found.nodes |= first.nodes | down.nodes
+        rows, selected, _ = first.operands
         found.ids = (selected, "index")
         rows = behind(rows, "cast", passed=found.nodes)
         repeats = self.take(rows, "repeat_interleave")
@@ -165,7 +163,7 @@ class _Matcher:
         return self.checked()
 
     def take(self, node: Any, *kinds: str) -> dict[str, Any]:
-        """Adds a call of one of some kinds, and returns its arguments."""
+        """Add a call of one of some kinds, and return its arguments."""
         named = arguments(node, *kinds)
         self.found.nodes.add(node)
         return named
@@ -173,14 +171,14 @@ class _Matcher:
     # ---- rows
 
     def gather(self, node: Any) -> tuple[Any, Any]:
-        """(source, index) of rows of a tensor."""
+        """Return (source, index) of rows of a tensor."""
         require(_is_gather(node))
         named = self.take(node, "getitem", "index_select")
         require(named.get("dim", 0) == 0 and tensor(named["index"], 1).dtype in _INTEGERS)
         return named["input"], named["index"]
 
     def find_order(self, index: Any) -> None:
-        """Sets the order of the slots by their experts, of which the rows are ``order // A``."""
+        """Set the order of the slots by their experts, of which the rows are ``order // A``."""
         found = self.found
         found.top_k = 1
         if calls(index, "floor_divide"):
@@ -196,7 +194,7 @@ class _Matcher:
         found.ids = (sort, "input")
 
     def check_offsets(self, offsets: Any) -> None:
-        """Requires that offsets are the row ends of the experts."""
+        """Require offsets that are the row ends of the experts."""
         named = self.take(offsets, "cumsum")
         require(named.get("dim") in (0, -1) and value_of(offsets).dtype == torch.int32)
         counts = named["input"]
@@ -226,7 +224,7 @@ class _Matcher:
     # ---- weights and sum
 
     def of_slots(self, node: Any, name: str) -> _Operand:
-        """The weights of the slots of which an operand has those of the rows."""
+        """Return the weights in the order of the slots, given an operand that has them in the order of the rows."""
         gathered = given(node)[name]
         weights, index = self.gather(gathered)
         tensor(weights, 1)
@@ -234,7 +232,7 @@ class _Matcher:
         return gathered, "input"
 
     def behind_column(self, column: Any) -> _Operand:
-        """The numbers (M,) that a column (M, 1) is a view of."""
+        """Return the numbers (M,) that a column (M, 1) is a view of."""
         tensor(column, 2, None, 1)
         source = source_of(column, "order")
         tensor(source, 1)
@@ -242,7 +240,7 @@ class _Matcher:
         return column, "input"
 
     def find_total(self) -> None:
-        """Follows the last product to the sum of each token's rows."""
+        """Follow the last product to the sum of each token's rows."""
         found, source, sorted_ = self.found, self.found.down.node, self.order is not None
         while True:
             node = sole_user(source)
@@ -279,7 +277,7 @@ class _Matcher:
         return len(users) == 1 and calls(users[0], "view") and value_of(users[0]).ndim == 3
 
     def check_inverse(self, index: Any) -> None:
-        """Requires the inverse of the order."""
+        """Require the inverse of the order."""
         if calls(index, "argsort"):
             named = self.take(index, "argsort")
             require(named["input"] is self.order and named.keys() <= {"input", "stable"})
@@ -312,20 +310,18 @@ class _Matcher:
         require(weights.dtype in (torch.bfloat16, torch.float16, torch.float32))
         sorter: Any = found.ids
         require(reason_against_ids(scope, found.operands[1], sorter[0], self.experts) is None)
-        found.nodes |= found.first.nodes
+        found.nodes |= found.first.replaced
         members: list[Any] = list(found.nodes)
         for node in members:  # in place: seen by nobody else
             if is_in_place(node):
                 require(set(node.args[0].users) <= found.nodes)
-        weight_storages = storages_of([value_of(site.operands[1]) for site in (*found.first.sites, found.down)])
-        read = dict.fromkeys(storages_of(tokens), "the tokens")
-        read |= dict.fromkeys(storages_of(weights), "the weights of the experts")
-        read |= dict.fromkeys(storages_of(ids), "the ids")
-        handed = dict.fromkeys(storages_of([value_of(n) for n in found.nodes - {found.total}]), "an intermediate")
-        storages = {key: name for key, name in {**handed, **read}.items() if key not in weight_storages}
-        differentiable = scope.modes[found.total] and (tokens.requires_grad or weights.requires_grad)
-        positions = {scope.positions[node] for node in found.nodes}
-        reason = scope.program.reason_against_fusing(positions, storages, read if differentiable else None)
+        reason = scope.reason_against_fusing(
+            found.nodes,
+            found.total,
+            dict(zip(("the tokens", "the ids", "the weights of the experts"), found.operands, strict=True)),
+            ignored=storages_of([value_of(site.operands[1]) for site in (*found.first.sites, found.down)]),
+            again=tokens.requires_grad or weights.requires_grad,
+        )
         require(reason is None)
         return found
 

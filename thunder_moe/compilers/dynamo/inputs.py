@@ -1,0 +1,165 @@
+"""Maps the inputs of dynamo's graph to those of the rewritten one, at each call: packed weights for 16-bit ones.
+Made by rewrite.py, called by compiled_graph.py; calls weight_cache.py, which packs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
+from itertools import combinations
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from thunder_moe import weight_cache
+from thunder_moe.compilers.dynamo.effects import storages_of
+from thunder_moe.compilers.dynamo.scopes import Scope
+from thunder_moe.compilers.dynamo.sites import Weights
+from thunder_moe.kernels.slow_paths import warn_once
+
+__all__ = ["PackedWeight", "Rewritten", "memory_of_inputs"]
+
+
+@dataclass(frozen=True, eq=False)
+class PackedWeight:
+    """The weights that one packed weight is made of: positions among the graph's inputs, or tensors that it holds.
+    `layout` and `format`: of the packed weight. `nodes`: the operators' weight arguments, in a graph."""
+
+    names: str
+    weights: tuple[int | Tensor, ...]
+    transposed: bool
+    interleaved: int
+    layout: str
+    format: str
+    nodes: tuple[fx.Node, ...] = ()
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Return the operators' keyword arguments that are about the weight."""
+        return dict(layout=self.layout)
+
+    def operator(self, stem: str) -> Any:
+        """Return the operator that takes the weight, by the end of its name."""
+        return getattr(torch.ops.thunder_moe, f"f16a_{self.format}weight_{stem}").default
+
+    def example(self, inputs: Sequence[Any]) -> tuple[Tensor, ...]:
+        """Return the operators' weight arguments; of zeros where a weight that is not loaded yet holds NaN or Inf."""
+        with contextlib.suppress(ValueError):
+            return self(inputs)
+        zeros = [torch.zeros_like(weight) for weight in _given(self.weights, inputs)]
+        return replace(self, weights=tuple(zeros))(())
+
+    def __call__(self, inputs: Sequence[Any]) -> tuple[Tensor, ...]:
+        """Return the operators' weight arguments."""
+        try:
+            return weight_cache.operands(
+                *_given(self.weights, inputs),
+                transposed=self.transposed,
+                interleaved=self.interleaved,
+                layout=self.layout,
+                format=self.format,
+            )
+        except ValueError as error:
+            raise ValueError(f"cannot quantize {self.names}: {error}") from error
+
+
+def memory_of_inputs(root: Scope, weights: Weights) -> dict[str, Any]:
+    """Return `written`, `compared` and `aliases` of a graph that is not rewritten yet."""
+    inputs = [(at, node) for at, node in enumerate(root.graph.find_nodes(op="placeholder")) if node in weights.tensors]
+    storages = {at: storages_of(root.value_of(node)) for at, node in inputs}
+    written = {at for at, own in storages.items() if any(step.changes(own) for step in root.program.steps)}
+    compared = tuple(at for at, node in inputs if at in written or not weights.is_static(node))
+    aliases = frozenset((a, b) for a, b in combinations(compared, 2) if storages[a] & storages[b])
+    return dict(written=frozenset(written), compared=compared, aliases=aliases)
+
+
+@dataclass(frozen=True, eq=False)
+class Rewritten:
+    """The inputs of a rewritten graph: those of dynamo's that stay, then the packed weights.
+
+    Attributes:
+        kept: positions of the inputs that stay.
+        packs: the packed weights.
+        trained: weights that stay 16-bit because they are being trained.
+        watched: all weights that require a gradient; they are being trained where a forward hides its grad mode.
+        frozen: packed weights that require no gradient.
+        written: positions of the inputs that the graph or one nested in it changes in place.
+        compared: those, and the positions of all other inputs but parameters and buffers.
+        aliases: pairs of these that shared their memory when the graph was analysed, the lower position first.
+        enables_grad: gradients are disabled outside of the graph and enabled at the GEMM of a packed weight.
+        told_by: the weight that tells whose call it is, of the models that share the graph; None: there is none.
+    """
+
+    kept: list[int]
+    packs: list[PackedWeight]
+    trained: tuple[int | Tensor, ...]
+    watched: tuple[int | Tensor, ...]
+    frozen: tuple[int | Tensor, ...]
+    enables_grad: bool
+    told_by: int | Tensor | None
+    written: frozenset[int] = frozenset()
+    compared: tuple[int, ...] = ()
+    aliases: frozenset[tuple[int, int]] = frozenset()
+
+    def inputs(self, given: Sequence[Any], *, examples: bool = False) -> list[Any]:
+        """Return the inputs; with `examples`, of zeros where weights cannot be packed yet."""
+        packed = [tensor for pack in self.packs for tensor in (pack.example if examples else pack)(given)]
+        return [given[position] for position in self.kept] + packed
+
+    def writes_read(self, given: Sequence[Any]) -> bool:
+        """True if an input that the graph changes in place shares its memory with a packed weight, whose packed form is
+        out of date then, or with another input where it did not when the graph was analysed. Dynamo guards on neither.
+
+        Args:
+            given: inputs of dynamo's graph.
+        """
+        owners: dict[int, list[int]] = {}
+        written, aliases = self.written, self.aliases
+        for position in self.compared:
+            for storage in _storages_of(given[position]):
+                others = owners.setdefault(storage, [])
+                for other in others:
+                    if (other, position) not in aliases and not written.isdisjoint((other, position)):
+                        return True
+                others.append(position)
+        weights = (weight for pack in self.packs for weight in _given(pack.weights, given))
+        return any(not written.isdisjoint(owners.get(weight.untyped_storage()._cdata, ())) for weight in weights)
+
+    def thawed(self, given: Sequence[Any]) -> list[Tensor]:
+        """Return the packed weights that were frozen and require a gradient now. Dynamo before torch 2.13 does not look
+        at parameters again while their module has the same ones."""
+        return [weight for weight in _given(self.frozen, given) if weight.requires_grad]
+
+    def declare_thawed(self, weights: list[Tensor]) -> None:
+        """Tell the user and the cache of these weights."""
+        warn_once(
+            "thawed",
+            "a weight that was frozen when its graph was compiled requires a gradient now, and this torch does not"
+            " compile the graph again: it runs in 16 bits; torch._dynamo.reset() has it compiled anew",
+        )
+        weight_cache.changed(*weights)
+
+    def declare_trained(self, given: Sequence[Any], *, hidden: bool = False) -> None:
+        """Tell the cache of weights that what follows this forward may change.
+
+        Args:
+            given: inputs of dynamo's graph.
+            hidden: whether `safety.is_hidden_training_forward`.
+        """
+        weights = self.watched if hidden else self.trained
+        if weights:
+            weight_cache.changed(*_given(weights, given))
+
+
+def _storages_of(value: Any) -> Collection[int]:
+    """Return `storages_of` a value, 5 times faster for plain tensors: this is asked at every call."""
+    if type(value) in (Tensor, torch.nn.Parameter):
+        with contextlib.suppress(NotImplementedError, RuntimeError):
+            return (value.untyped_storage()._cdata,)
+    return storages_of(value)
+
+
+def _given(weights: Sequence[int | Tensor], inputs: Sequence[Any]) -> list[Tensor]:
+    return [inputs[weight] if isinstance(weight, int) else weight for weight in weights]
