@@ -149,6 +149,35 @@ def test_attention_whose_heads_share_keys(heads):
         assert relative_error(ours, expected) < 1e-5
 
 
+def replace_the_module(model):
+    model[0] = GroupedSwiGLU(4, 64, 32, dtype=BF16).requires_grad_(False)
+
+
+def replace_a_parameter(model):
+    model[0].down_proj.weight = nn.Parameter(torch.zeros(4, 64, 32, dtype=BF16), requires_grad=False)
+
+
+def replace_a_buffer(model):
+    model[0].down_proj.global_scale = 2 * model[0].down_proj.global_scale
+
+
+@pytest.mark.parametrize("replace", [replace_the_module, replace_a_parameter, replace_a_buffer])
+def test_weights_that_were_replaced_are_refused_by_name(replace):
+    class Model(nn.Sequential):
+        def forward(self, x, offsets):
+            return self[0](x, offsets)
+
+    model = Model(GroupedSwiGLU(4, 64, 32, dtype=BF16).requires_grad_(False))
+    model = quantize_(model) if replace is replace_a_buffer else model
+    compiled, x = jit(model), torch.randn(8, 64, dtype=BF16)
+    compiled(x, EVEN)
+    replace(model)
+    with pytest.raises(
+        ValueError, match=r"0\..*_proj\.\w+: it, or a module that holds it, was replaced after thunder.jit"
+    ):
+        compiled(x, EVEN)
+
+
 def test_bad_operands_are_refused_while_tracing():
     x, weight = torch.randn(8, 64, dtype=BF16), torch.randn(4, 64, 32, dtype=BF16)
     for rows, offsets, message in (

@@ -54,6 +54,7 @@ from thunder_moe.compilers.thunder.symbols import (  # noqa: E402
     SYMBOLS,
     check_grad_mode,
     check_memory,
+    check_replaced,
     declare_changed,
     grouped_mm,
     nvfp4_grouped_swiglu,
@@ -126,7 +127,7 @@ class NVFP4Rewrite(Transform):
         ]
         decisions += [(q.gemm, q.decision, f"quantized beforehand{routes[id(q)]}") for q in before]
         EXECUTOR.record(get_compile_data(), decisions, [entry for _, entry in routers])
-        checks, declarations = _conditions(computation, sites, list(packs.values()))
+        checks, declarations = _conditions(prologue_trace, computation, sites, before, list(packs.values()))
         arguments = computation_trace.args
         if replacements or computation.written_arguments():
             arguments = _fill_computation(trace, computation, computation_trace, replacements, list(packs.values()))
@@ -342,7 +343,7 @@ def _pack(packs: dict[tuple[Any, ...], _Pack], pack: _Pack) -> tuple[TensorProxy
 
 
 def _conditions(
-    computation: Computation, sites: list[Site], packs: list[_Pack]
+    prologue: TraceCtx, computation: Computation, sites: list[Site], quantized: list[Quantized], packs: list[_Pack]
 ) -> tuple[list[BoundSymbol], list[BoundSymbol]]:
     """(what the prologue checks before it packs the weights, what it declares afterwards), at every call."""
     checks, declarations = [], []
@@ -356,6 +357,14 @@ def _conditions(
     written = computation.written_arguments()
     if packed and written:
         checks.append(check_memory.bind(*packed.values(), *written, packed=len(packed), output=None))
+    read = {computation.origin(proxy.name) for call in quantized for proxy in call.bsym.flat_proxy_args} | packed.keys()
+    kinds = (prims.PrimIDs.UNPACK_PARAMETER, prims.PrimIDs.UNPACK_BUFFER)
+    fetches = [bsym for bsym in prologue.bound_symbols if bsym.sym.id in kinds and bsym.output.name in read]
+    # Transforms of modules (of DDP, say) put other parameters into Thunder's module than the model has.
+    if fetches and all(type(t).transform_module is Transform.transform_module for t in get_compile_data().transforms):
+        held = [proxy for bsym in fetches for proxy in (bsym.args[0], bsym.output)]
+        paths = tuple(tuple(bsym.args[1].split(".")) for bsym in fetches)
+        checks.append(check_replaced.bind(*held, paths=paths, output=None))
     trained = trained_weights(computation)
     if trained:
         declarations.append(declare_changed.bind(*trained, output=None))

@@ -4,7 +4,7 @@ Called by rewrite.py, training_symbols.py and executor.py; calls the operators o
 16-bit:  moe_grouped_mm, with the dgrad and wgrad that Thunder 0.2.6 lacks.
 Packed:  every operator that `ops.operator.OPERATORS` describes, by its own name, and its gradient with "_backward".
 Prologue: nvfp4_pack, which quantizes a weight once and hands out the cached result; nvfp4_swizzle, which lays a
-quantized one out as nvFuser takes it, once; check_grad_mode, check_memory and declare_changed.
+quantized one out as nvFuser takes it, once; check_grad_mode, check_memory, check_replaced and declare_changed.
 
 Legend: M rows, E experts, N out_features, K in_features.
 """
@@ -25,6 +25,7 @@ import_thunder()
 
 import thunder.core.dtypes as dtypes  # noqa: E402
 from thunder.core.compile_data import get_compile_data  # noqa: E402
+from thunder.core.module import ThunderModule  # noqa: E402
 from thunder.core.prims import OpTags, get_grad, put_grad  # noqa: E402
 from thunder.core.proxies import TensorProxy  # noqa: E402
 from thunder.core.symbol import BoundSymbol, Symbol  # noqa: E402
@@ -52,6 +53,7 @@ __all__ = [
     "SYMBOLS",
     "check_grad_mode",
     "check_memory",
+    "check_replaced",
     "decided_before",
     "declare_changed",
     "grouped_mm",
@@ -332,13 +334,30 @@ def _check_memory(*tensors: Tensor, packed: int) -> None:
         )
 
 
+def _check_replaced(*modules_and_weights: Any, paths: tuple[tuple[str, ...], ...]) -> None:
+    for module, weight, path in zip(modules_and_weights[::2], modules_and_weights[1::2], paths, strict=True):
+        if not isinstance(module, ThunderModule):  # Thunder looks such a one's parameters up at every call
+            continue
+        owner = module._modules["_model"]
+        for name in path[:-1]:
+            owner = owner._modules.get(name)
+            if owner is None:
+                break
+        if owner is None or owner._parameters.get(path[-1], owner._buffers.get(path[-1])) is not weight:
+            raise ValueError(
+                f"{'.'.join(path)}: it, or a module that holds it, was replaced after thunder.jit, and Thunder goes on "
+                "with the old one: call thunder.jit again, or keep the parameter and assign its .data"
+            )
+
+
 nvfp4_pack = EXECUTOR.register_operator("nvfp4_pack", meta=_pack_meta, fn=_pack)
 nvfp4_swizzle = EXECUTOR.register_operator("nvfp4_swizzle", meta=_swizzle_meta, fn=WEIGHT_CACHE.swizzled)
-check_grad_mode, check_memory, declare_changed = (
+check_grad_mode, check_memory, check_replaced, declare_changed = (
     EXECUTOR.register_operator(name, meta=lambda *args, **options: None, fn=function, tags=[OpTags.DONT_DCE])
     for name, function in (
         ("check_grad_mode", _check_grad_mode),
         ("check_memory", _check_memory),
+        ("check_replaced", _check_replaced),
         ("declare_changed", WEIGHT_CACHE.changed),
     )
 )
