@@ -196,16 +196,14 @@ def _of_operator(operator: Operator) -> Symbol:
 
     `activation_amax`, which the operators do not have, is for nvFuser's translators: our kernels keep rows in 16 bits.
     """
-    packet = getattr(_OPS, operator.name)
-    if operator.name not in (_GEMM, _SWIGLU):
-        run, meta = packet, _meta(packet, operator.signature)
-    else:
+    run: Callable[..., Any] = operator  # leaves torch's dispatcher out where it can
+    meta = _meta(operator, operator.signature)
+    if operator.name in (_GEMM, _SWIGLU):
 
         def run(*args: Any, activation_amax: float | None = None, **options: Any) -> Any:
-            return packet(*args, **options)
+            return operator(*args, **options)
 
-        parameters = [*operator.signature.parameters.values(), _AMAX]
-        meta = _meta(run, operator.signature.replace(parameters=parameters))
+        meta = _meta(run, operator.signature.replace(parameters=[*operator.signature.parameters.values(), _AMAX]))
     if not operator.differentiable:
         return register(operator.name, run, meta=meta)
 
