@@ -34,7 +34,7 @@ from thunder.core.symbol import BoundSymbol, Symbol  # noqa: E402
 from thunder.core.trace import TraceCtx, TraceProvenance, TraceTag, from_trace, get_tracectx, tracectx  # noqa: E402
 from thunder.core.transform_common import Transform  # noqa: E402
 
-from thunder_moe.compilers.eligibility import Decision, GroupedGemm, choosing_format, common_format, describe  # noqa: E402
+from thunder_moe.compilers.eligibility import GroupedGemm, choosing_format, common_format, describe  # noqa: E402
 from thunder_moe.compilers.safety import is_hidden_training_forward  # noqa: E402
 from thunder_moe.compilers.thunder import nvfuser  # noqa: E402
 from thunder_moe.compilers.thunder.routers import find_routers, fuse_router  # noqa: E402
@@ -95,7 +95,7 @@ class NVFP4Rewrite(Transform):
         unfused = {id(site): block.reason for block in swiglu for site in block.sites}
         fused = {id(site) for block in blocks for site in block.sites}
         before = find_quantized(prologue_trace, computation)
-        routers = find_routers(computation)
+        routers, router_entries = find_routers(computation)
         packs: dict[tuple[Any, ...], _Pack] = {}
         replacements: dict[int, list[BoundSymbol]] = {}
         routes: dict[int, str] = {}
@@ -118,15 +118,18 @@ class NVFP4Rewrite(Transform):
                         more = dict(site.bsym.kwargs, output=site.bsym.output)
                         gemm = site.bsym.sym.bind(*operands, *site.bsym.args[3:], **more)
                         replacements[id(site.bsym)] = [*clones, gemm]
-            for router, _ in routers:
-                if router is not None:
-                    calls_at = fuse_router(router, computation)
-                    replacements |= {id(computation.bound_symbols[at]): new for at, new in calls_at.items()}
-        decisions = [
-            _describe(site, id(site) in fused, unfused.get(id(site)), routes.get(id(site), "")) for site in sites
-        ]
+            for router in routers:
+                fused_at = fuse_router(router, computation)
+                replacements |= {id(computation.bound_symbols[at]): new for at, new in fused_at.items()}
+        decisions = []
+        for site in sites:
+            is_fused, against = id(site) in fused, unfused.get(id(site))
+            gemm, decision, reason = describe(
+                site.gemm, site.reason, requires_grad=site.requires_grad, fused=is_fused, unfused=against
+            )
+            decisions.append((gemm, decision, reason + routes.get(id(site), "")))
         decisions += [(q.gemm, q.decision, f"quantized beforehand{routes[id(q)]}") for q in before]
-        EXECUTOR.record(get_compile_data(), decisions, [entry for _, entry in routers])
+        EXECUTOR.record(get_compile_data(), decisions, router_entries)
         checks, declarations = _conditions(prologue_trace, computation, sites, before, list(packs.values()))
         arguments = computation_trace.args
         if replacements or computation.written_arguments():
@@ -140,13 +143,6 @@ class NVFP4Rewrite(Transform):
         if TraceTag.BACKWARD in computation_trace.tags:
             refuse_delayed_changes(computation_trace)
         return computation_trace
-
-
-def _describe(site: Site, fused: bool, unfused: str | None, route: str) -> Decision:
-    gemm, decision, reason = describe(
-        site.gemm, site.reason, requires_grad=site.requires_grad, fused=fused, unfused=unfused
-    )
-    return gemm, decision, reason + route
 
 
 @dataclass(frozen=True, eq=False)
@@ -179,7 +175,7 @@ def _replace(
     swizzled = _Pack(nvfp4_pack, weights, options | dict(layout=nvfuser.LAYOUT))
     more: tuple[Any, ...] = ()
     form: dict[str, Any] = {}
-    scales, calls, route = None, list[BoundSymbol](), ""
+    scales, calls = None, list[BoundSymbol]()
     if isinstance(call, SwiGLUSymbols):
         form, scales = call.form, call.scales
         more = () if call.bias is None else (None, None, _gate_up_bias(call, clones))
@@ -189,12 +185,14 @@ def _replace(
         and (scales is not None or not _reads_live_rows_alone(computation, output, offsets))
     )
     out = TensorProxy(like=output) if finish else output
-    if format != NVFP4.name:
-        route = _route(f"it takes no {format} weights") if nvfuser.is_listed(get_compile_data().executors_list) else ""
-    elif not more and not form:
-        calls, route = _by_nvfuser(packs, swizzled, symbol, a, offsets, out, sites[0].gemm)
-    elif nvfuser.is_listed(get_compile_data().executors_list):
+    if not nvfuser.is_listed(get_compile_data().executors_list):
+        route = ""
+    elif format != NVFP4.name:
+        route = _route(f"it takes no {format} weights")
+    elif more or form:
         route = _route("it has a bias, or another form of SwiGLU")
+    else:
+        calls, route = _by_nvfuser(packs, swizzled, symbol, a, offsets, out, sites[0].gemm)
     if not calls:
         device = to_torch_device(weights[0].device)
         layout = stacked_layout(*weights, transposed=transposed, device=device, format=BLOCK_FORMATS[format])
@@ -263,17 +261,15 @@ def _saved(computation: Computation, site: Site, *operands: TensorProxy) -> tupl
 def _replace_quantized(packs: dict[tuple[Any, ...], _Pack], quantized: Quantized) -> tuple[list[BoundSymbol], str]:
     """The same for a call whose weight is in NVFP4 already: it stays as it is where nvFuser declines."""
     bsym = quantized.bsym
-    if quantized.tensors is not None:
-        parts = 2 if bsym.sym.id == nvfp4_grouped_swiglu.id else 1
-        swizzled = _Pack(nvfp4_swizzle, quantized.tensors, dict(parts=parts))
-        return _by_nvfuser(packs, swizzled, bsym.sym, bsym.args[0], bsym.args[4], bsym.output, quantized.gemm)
-    if (
-        quantized.gemm.format != NVFP4.name
-        or bsym.sym.id == EXPERTS_LORA[NVFP4.name].id
-        or not nvfuser.is_listed(get_compile_data().executors_list)
-    ):
+    with_lora = bsym.sym.id == EXPERTS_LORA[NVFP4.name].id
+    listed = nvfuser.is_listed(get_compile_data().executors_list)
+    if not listed or with_lora or quantized.gemm.format != NVFP4.name:
         return [], ""
-    return [], _route(nvfuser.refusal(bsym.sym, *bsym.args, **bsym.kwargs))
+    if quantized.tensors is None:
+        return [], _route(nvfuser.refusal(bsym.sym, *bsym.args, **bsym.kwargs))
+    parts = 2 if bsym.sym.id == nvfp4_grouped_swiglu.id else 1
+    swizzled = _Pack(nvfp4_swizzle, quantized.tensors, dict(parts=parts))
+    return _by_nvfuser(packs, swizzled, bsym.sym, bsym.args[0], bsym.args[4], bsym.output, quantized.gemm)
 
 
 def _by_nvfuser(
@@ -286,8 +282,6 @@ def _by_nvfuser(
     gemm: GroupedGemm,
 ) -> tuple[list[BoundSymbol], str]:
     """(the calls that nvFuser runs, none where it declines; what the report says of it)."""
-    if not nvfuser.is_listed(get_compile_data().executors_list):
-        return [], ""
     options = dict(layout=nvfuser.LAYOUT, activation_amax=_activation_amax(gemm))
     reason = nvfuser.refusal(symbol, a, *pack.symbol.meta(*pack.weights, **pack.options), offsets, **options)
     n = pack.weights[0].shape[2 if pack.options.get("transposed") else 1]
@@ -297,12 +291,10 @@ def _by_nvfuser(
         return [], _route(reason)
     packed = _pack(packs, pack)
     wide = symbol.meta(a, *packed, offsets, **options)
-    if tuple(wide.shape) == tuple(out.shape):
-        return [symbol.bind(a, *packed, offsets, **options, output=out)], _route(None)
-    calls = [  # the rows of the weight are padded
-        symbol.bind(a, *packed, offsets, **options, output=wide),
-        prims.slice_prim.bind(wide, [0, 0], list(out.shape), [1, 1], output=out),
-    ]
+    padded = tuple(wide.shape) != tuple(out.shape)
+    calls = [symbol.bind(a, *packed, offsets, **options, output=wide if padded else out)]
+    if padded:
+        calls.append(prims.slice_prim.bind(wide, [0, 0], list(out.shape), [1, 1], output=out))
     return calls, _route(None)
 
 
@@ -441,12 +433,7 @@ def _rewrite_prologue(
         calls = [pack.symbol.bind(*pack.weights, **pack.options, output=pack.packed) for pack in packs]
     *body, result = old.bound_symbols
     _, to_epilogue = result.args[0]
-    new.bound_symbols = [
-        *body,
-        *checks,
-        *calls,
-        *declarations,
-        result.from_bsym(args=((tuple(arguments), to_epilogue),)),
-    ]
+    result = result.from_bsym(args=((tuple(arguments), to_epilogue),))
+    new.bound_symbols = [*body, *checks, *calls, *declarations, result]
     new.set_provenance(TraceProvenance("NVFP4 weights packed (thunder_moe)"))
     return new

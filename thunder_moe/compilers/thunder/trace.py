@@ -8,7 +8,7 @@ Thunder gives a tensor at in-place operations (`prims.update_aliases`) count as 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -120,10 +120,10 @@ class Computation:
         storage = self.storage(name)
         return {storage, ARGUMENTS} if storage in self._argument_storages else {storage}
 
-    def same(self, name: str) -> str:
-        """The first name of a tensor that in-place operations have renamed."""
+    def same(self, name: str, renamed_by: Sequence[PrimIDs] = (PrimIDs.UPDATE_ALIASES, PrimIDs.COPY_)) -> str:
+        """Return the first name of a tensor that in-place operations have renamed."""
         leaf = self._leaf.get(name)
-        while leaf is not None and leaf.sym.id in (PrimIDs.UPDATE_ALIASES, PrimIDs.COPY_):
+        while leaf is not None and leaf.sym.id in renamed_by:
             name = _source(leaf, name)
             leaf = self._leaf.get(name)
         return name
