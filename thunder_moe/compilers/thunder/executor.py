@@ -61,9 +61,9 @@ route_thunderfx(
 
 
 def _join_compilation() -> None:
-    """Puts the rewrite first among the transforms of the compilation under way (pruning ones would drop its checks).
+    """Put the rewrite first among the transforms of the compilation under way (pruning ones would drop its checks).
 
-    Also lets the compilation's guards find the hooks of the outermost module.
+    Also let the compilation's guards find the hooks of the outermost module.
     """
     data = get_compile_data()
     if data is not None:

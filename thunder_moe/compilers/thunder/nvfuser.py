@@ -43,7 +43,7 @@ K_MULTIPLE, N_MULTIPLE, MOST_EXPERTS = 64, 128, 1024
 
 
 def register() -> None:
-    """Tells nvFuser's executor about the two operators; nothing to do where nvFuser is not installed."""
+    """Tell nvFuser's executor about the two operators; nothing to do where nvFuser is not installed."""
     if nvfuserex is None:
         return
     from thunder.executors import nvfuserex_impl
@@ -53,12 +53,12 @@ def register() -> None:
 
 
 def is_listed(executors: Sequence[Any]) -> bool:
-    """Whether nvFuser is among the executors of a compilation."""
+    """True if nvFuser is among the executors of a compilation."""
     return nvfuserex is not None and nvfuserex in executors
 
 
 def is_plain(symbol: Symbol, *args: Any, **kwargs: Any) -> bool:
-    """Whether a call has operands in layout "linear" and nothing else that makes a difference."""
+    """True if a call has operands in layout "linear" and nothing else that makes a difference."""
     call = _Call(symbol, args, kwargs)
     return call.unknown is None and call.layout == LINEAR and len(call.tensors) == len(OPERANDS)
 
@@ -68,7 +68,7 @@ def _checker(symbol: Symbol) -> Callable[..., bool]:
 
 
 def refusal(symbol: Symbol, *args: Any, **kwargs: Any) -> str | None:
-    """Why nvFuser does not run a call of one of the two operators, None when it does. The gates, in order:
+    """Return why nvFuser does not run a call of one of the two operators, None when it does. The gates, in order:
 
     - no argument but the operands, layout and activation_amax differs from its default;
     - everything on one CUDA device, of compute capability exactly 10.0, the only one that the kernel is built for;
@@ -190,7 +190,7 @@ def _translate_grouped_swiglu(*args: Any, fd: Any, lc_to_nv_map: Any, **kwargs: 
 
 
 def _gemm(call: _Call, definition: _Definition) -> Any:
-    """The fusion's GEMM of a call: (M, N) in the activation's dtype."""
+    """Return the fusion's GEMM of a call: (M, N) in the activation's dtype."""
     fd, tensors, offsets = definition.fd, call.tensors, call.offsets
     fp4_weight, scale, global_scale = (definition.get(tensors[name]) for name in OPERANDS[1:4])
     experts, half, n = call.fp4_weight.shape
@@ -245,14 +245,14 @@ class _Definition:
 
     @_once
     def starts_and_rows(self, offsets: TensorProxy) -> Any:
-        """int32 (E,) each: the first row of every expert, and its number of rows."""
+        """Return int32 (E,) each: the first row of every expert, and its number of rows."""
         ops, ends = self.fd.ops, self.get(offsets)
         starts = ops.slice(ops.pad(ends, [1, 0], self._int32(0)), [0], [offsets.shape[0]])
         return starts, ops.sub(ends, starts)
 
     @_once
     def scale_starts(self, offsets: TensorProxy) -> Any:
-        """int32 (E,): the first row of every expert's block scales, each at a multiple of 128 rows."""
+        """Return int32 (E,): the first row of every expert's block scales, each at a multiple of 128 rows."""
         ops, (_, rows) = self.fd.ops, self.starts_and_rows(offsets)
         padded = ops.bitwise_and(ops.add(rows, self._int32(127)), self._int32(-128))
         # CUTLASS reads these as int32 without a check: make sure that cumsum has not widened them.
@@ -260,7 +260,7 @@ class _Definition:
 
     @_once
     def problem_sizes(self, offsets: TensorProxy, n: int, k: int) -> Any:
-        """int32 (E, 3): the (rows, N, K) of every expert's GEMM."""
+        """Return int32 (E, 3): the (rows, N, K) of every expert's GEMM."""
         ops, column, (_, rows) = self.fd.ops, [offsets.shape[0], 1], self.starts_and_rows(offsets)
         sizes = [ops.full(column, self._int32(size), self.types.Int32) for size in (n, k)]
         return ops.cat([ops.broadcast_in_dim(rows, column, [0]), *sizes], 1)
@@ -269,8 +269,9 @@ class _Definition:
     def quantized(
         self, proxy: TensorProxy, amax: float | None, offsets: TensorProxy, places: TensorProxy | None
     ) -> tuple[Any, ...]:
-        """The rows as the kernel reads them: fp4 (M, K), e4m3 block scales swizzled and padded by expert, the 0-d
-        factor that decodes both, the experts' first rows, and those of their scales (`places`, where given)."""
+        """Return the rows as the kernel reads them: fp4 (M, K), e4m3 block scales swizzled and padded by expert, the
+        0-d factor that decodes both, the experts' first rows, and the first rows of their scales (`places`, where
+        given)."""
         a, (m, k), (starts, _) = self.get(proxy), proxy.shape, self.starts_and_rows(offsets)
         scale_starts = self.scale_starts(offsets) if places is None else self.get(places)
         encode = self._encode_scale(proxy, a, amax, offsets)
@@ -285,7 +286,7 @@ class _Definition:
         return fp4, scale, decode, starts, scale_starts
 
     def _encode_scale(self, proxy: TensorProxy, a: Any, amax: float | None, offsets: TensorProxy) -> Any:
-        """0-d: 2688 over the largest magnitude of the experts' rows, or over the one that calibration has given."""
+        """Return 2688 (0-d) over the largest magnitude of the experts' rows, or over the one from calibration."""
         ops = self.fd.ops
         if amax is not None:
             return ops.full([], self._float(E2M1_MAX * E4M3_MAX / max(amax, SMALLEST_AMAX)), self.types.Float)
@@ -299,7 +300,7 @@ class _Definition:
         return ops.div(self._float(E2M1_MAX * E4M3_MAX), ops.maximum(largest, self._float(SMALLEST_AMAX)))
 
     def _decomposed(self, a: Any, m: int, k: int, encode: Any, decode: Any) -> tuple[Any, Any]:
-        """The arithmetic of nv_grouped_block_quantize, op by op: (fp4 (M, K), e4m3 (M, K // 16))."""
+        """Compute nv_grouped_block_quantize op by op: (fp4 (M, K), e4m3 (M, K // 16))."""
         ops, blocks = self.fd.ops, [m, k // BLOCK_SIZE, BLOCK_SIZE]
         values = ops.reshape(ops.cast(a, self.types.Float), blocks)
         largest = ops.div(ops.max(ops.abs(values), [2]), self._float(E2M1_MAX))

@@ -80,7 +80,7 @@ _OPTION_SAYS = (
 
 
 class NVFP4Rewrite(Transform):
-    """Rewrites what `eligibility.decline_reason` lets through. It keeps no state: one instance serves all traces."""
+    """Rewrite what `eligibility.decline_reason` lets through. It keeps no state: one instance serves all traces."""
 
     def transform_traces_pre_prologue(
         self, prologue_trace: TraceCtx, computation_trace: TraceCtx, epilogue_trace: TraceCtx | None, **kwargs: Any
@@ -158,7 +158,7 @@ class _Pack:
 def _replace(
     packs: dict[tuple[Any, ...], _Pack], call: Site | SwiGLUSymbols, computation: Computation, position: int
 ) -> tuple[list[BoundSymbol], str]:
-    """(the calls that compute the output of the symbol at a position in NVFP4, the report's words on their kernel)."""
+    """Return the calls that compute the output of a symbol in 4 or 8 bits, and the report's words on their kernel."""
     output = computation.bound_symbols[position].output
     sites, interleaved = (call.sites, call.interleaved) if isinstance(call, SwiGLUSymbols) else ((call,), 0)
     format = common_format(*(site.gemm for site in sites))
@@ -206,7 +206,7 @@ def _replace(
 
 
 def _zeros_past_the_end(out: TensorProxy, offsets: TensorProxy, output: TensorProxy) -> list[BoundSymbol]:
-    """The symbols that make `output` of `out`: of torch's functions, which fuse with what reads it."""
+    """Return symbols that make `output` of `out`: torch's functions, which fuse with what reads it."""
     calls: list[BoundSymbol] = []
     trace = get_tracectx()
     trace.push_scope(calls)
@@ -220,7 +220,7 @@ def _zeros_past_the_end(out: TensorProxy, offsets: TensorProxy, output: TensorPr
 
 
 def _gate_up_bias(call: SwiGLUSymbols, before: list[BoundSymbol]) -> TensorProxy:
-    """The bias of a SwiGLU with the gate's part first; a symbol that sorts it is added to those before the call."""
+    """Return the bias of a SwiGLU with the gate's part first; add the symbol that sorts it to those before the call."""
     assert call.bias is not None
     if not call.interleaved:
         return call.bias
@@ -230,7 +230,7 @@ def _gate_up_bias(call: SwiGLUSymbols, before: list[BoundSymbol]) -> TensorProxy
 
 
 def _reads_live_rows_alone(computation: Computation, output: TensorProxy, offsets: TensorProxy) -> bool:
-    """Whether all that reads the result of a GEMM of GroupedLinear reads no row past the last row end."""
+    """True if no reader of the result of a GEMM of GroupedLinear reads a row past the last row end."""
 
     def is_careful(reader: BoundSymbol) -> bool:
         operands = {grouped_mm.id: 2, grouped_bias.id: 1, scaled_activation.id: 2, activated_linear.id: 2}
@@ -244,7 +244,7 @@ def _reads_live_rows_alone(computation: Computation, output: TensorProxy, offset
 
 
 def _saved(computation: Computation, site: Site, *operands: TensorProxy) -> tuple[list[TensorProxy], list[BoundSymbol]]:
-    """(operands of a GEMM as its backward may save them, the copies that takes): copies of what is changed later.
+    """Return operands of a GEMM as its backward may save them, and the symbols that copy those that change later.
 
     Eager autograd refuses the backward then; Thunder would go on with the changed values."""
     program, saved, clones = computation.program, [], []
@@ -259,7 +259,7 @@ def _saved(computation: Computation, site: Site, *operands: TensorProxy) -> tupl
 
 
 def _replace_quantized(packs: dict[tuple[Any, ...], _Pack], quantized: Quantized) -> tuple[list[BoundSymbol], str]:
-    """The same for a call whose weight is in NVFP4 already: it stays as it is where nvFuser declines."""
+    """Do the same for a call whose weight is in NVFP4 already: it stays as it is where nvFuser declines."""
     bsym = quantized.bsym
     with_lora = bsym.sym.id == EXPERTS_LORA[NVFP4.name].id
     listed = nvfuser.is_listed(get_compile_data().executors_list)
@@ -281,7 +281,7 @@ def _by_nvfuser(
     out: TensorProxy,
     gemm: GroupedGemm,
 ) -> tuple[list[BoundSymbol], str]:
-    """(the calls that nvFuser runs, none where it declines; what the report says of it)."""
+    """Return the calls that nvFuser runs, none where it declines, and what the report says of it."""
     options = dict(layout=nvfuser.LAYOUT, activation_amax=_activation_amax(gemm))
     reason = nvfuser.refusal(symbol, a, *pack.symbol.meta(*pack.weights, **pack.options), offsets, **options)
     n = pack.weights[0].shape[2 if pack.options.get("transposed") else 1]
@@ -303,7 +303,7 @@ def _route(refusal: str | None) -> str:
 
 
 def _activation_amax(gemm: GroupedGemm) -> float | None:
-    """The largest magnitude of a GEMM's rows, where the user has given it by the weight's name."""
+    """Return the largest magnitude of a GEMM's rows, where the user has given it by the weight's name."""
     known = get_compile_option(
         "nvfp4_activation_amax",
         "dict of a weight's qualified name (the gate's for gate and up) to its rows' largest magnitude",
@@ -315,7 +315,7 @@ def _activation_amax(gemm: GroupedGemm) -> float | None:
 
 
 def _pack(packs: dict[tuple[Any, ...], _Pack], pack: _Pack) -> tuple[TensorProxy, ...]:
-    """The operators' three weight arguments, made once of the same weights and kept in `packs`."""
+    """Return the operators' weight arguments, which the same weights have once; `packs` keeps them."""
     symbol, weights = pack.symbol, pack.weights
     key = (symbol.name, *pack.options.items(), *(weight.name for weight in weights))
     if key not in packs:
@@ -337,7 +337,7 @@ def _pack(packs: dict[tuple[Any, ...], _Pack], pack: _Pack) -> tuple[TensorProxy
 def _conditions(
     prologue: TraceCtx, computation: Computation, sites: list[Site], quantized: list[Quantized], packs: list[_Pack]
 ) -> tuple[list[BoundSymbol], list[BoundSymbol]]:
-    """(what the prologue checks before it packs the weights, what it declares afterwards), at every call."""
+    """Return what the prologue checks at every call before it packs the weights, and what it declares afterwards."""
     checks, declarations = [], []
     # Whether these are being trained is what `is_hidden_training_forward` says, which Thunder does not guard.
     off = (site.weight for site in sites if site.requires_grad and not site.grad_enabled)
@@ -370,8 +370,8 @@ def _fill_computation(
     replacements: dict[int, list[BoundSymbol]],
     packs: list[_Pack],
 ) -> list[Any]:
-    """Writes the rewritten computation into `new` and returns its arguments: the packed weights take the places of
-    those 16-bit weights that nothing reads any more."""
+    """Write the rewritten computation into `new` and return its arguments: the packed weights take the places of
+    16-bit weights that nothing reads any more."""
     body: list[BoundSymbol] = []
     read: set[str] = set()
     calls = [call for bsym in old.bound_symbols for call in replacements.get(id(bsym), [bsym])]
@@ -406,7 +406,7 @@ def _fill_computation(
 def _flat_args(
     computation: Computation, given: list[Any], unread: set[str]
 ) -> tuple[list[Any], list[tuple[TensorProxy, TensorProxy]]]:
-    """(the arguments as autograd is to have them, (alias, renamed argument) of those that the computation changes).
+    """Return the arguments as autograd has to get them, and (alias, renamed argument) of each that is changed.
 
     Thunder 0.2.6 has arguments that are changed in place by their new names here, which loses their gradients. The new
     names still have to be there, without a gradient, or the changes would be made in the backward."""
@@ -425,7 +425,7 @@ def _rewrite_prologue(
     checks: list[BoundSymbol],
     declarations: list[BoundSymbol],
 ) -> TraceCtx:
-    """Packs the weights at the end of the prologue, where the parameters are checked and at hand."""
+    """Pack the weights at the end of the prologue, where the parameters are checked and at hand."""
     new = from_trace(old)
     for proxy in (proxy for pack in packs for proxy in pack.packed):
         new.add_name(proxy.name)

@@ -190,7 +190,7 @@ def _route_of(graph: _Graph, ids: TensorProxy, experts: int) -> int | None:
 
 
 def fuse_router(router: Router, computation: Computation) -> dict[int, list[BoundSymbol]]:
-    """Position -> what takes the place of the symbol at it. Under the trace that is going to hold these."""
+    """Return what takes the place of the symbol at each position. Runs under the trace that will hold these."""
     match, symbols = router.match, computation.bound_symbols
     calls, bias = [], match.bias
     if bias is not None and bias.ndim == 2:

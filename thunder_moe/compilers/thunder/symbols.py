@@ -277,7 +277,7 @@ def _pack_meta(
     names: str = "",
     format: str = NVFP4.name,
 ) -> tuple[TensorProxy, ...]:
-    """Proxies of what `WeightCache.operands` makes of weights (E, N, K), or (E, K, N) when transposed."""
+    """Return proxies of what `WeightCache.operands` makes of weights (E, N, K), or (E, K, N) when transposed."""
     experts, n, k = weights[0].shape
     n, k = (k, n) if transposed else (n, k)
     swizzled = layout == SWIZZLED_128X4
@@ -287,7 +287,7 @@ def _pack_meta(
 
 
 def _swizzle_meta(qdata: TensorProxy, scale: TensorProxy, global_scale: TensorProxy, *, parts: int) -> Any:
-    """Proxies of what `WeightCache.swizzled` makes of the tensors of an `NVFP4Weight`."""
+    """Return proxies of what `WeightCache.swizzled` makes of the tensors of an `NVFP4Weight`."""
     _, n, half = qdata.shape
     return _operands(qdata, parts * pad_rows(n // parts), 2 * half, tuple(global_scale.shape), SWIZZLED_128X4, NVFP4)
 
@@ -295,7 +295,7 @@ def _swizzle_meta(qdata: TensorProxy, scale: TensorProxy, global_scale: TensorPr
 def _operands(
     like: TensorProxy, n: int, k: int, global_shape: tuple[int, ...], layout: str, format: BlockFormat
 ) -> tuple[TensorProxy, ...]:
-    """Proxies of a weight's tensors as the operators take them; the codes are float4 where nvFuser reads them."""
+    """Return proxies of a weight's tensors as operators take them; the codes are float4 where nvFuser reads them."""
     experts, codes = like.shape[0], format.code_dtypes[-1 if layout == SWIZZLED_128X4 else 0]
     tensors = (
         ((experts, k // format.codes_per_byte, n), codes),

@@ -127,7 +127,7 @@ def linear_call(
     x: TensorProxy, weight: TensorProxy, offsets: TensorProxy, bias: TensorProxy | None = None,
     bias_scale: TensorProxy | None = None,
 ) -> TensorProxy:  # fmt: skip
-    """`grouped_linear` in a trace."""
+    """Trace `grouped_linear`."""
     check_linear(x, weight, offsets, bias, bias_scale)
     ends = _int32(offsets)
     out = grouped_mm(x, ltorch.transpose(weight, 1, 2), ends, None, True)
@@ -138,7 +138,7 @@ def activated_linear_call(
     y: TensorProxy, weight: TensorProxy, offsets: TensorProxy, scales: TensorProxy | None = None,
     bias: TensorProxy | None = None, **form: Any,
 ) -> TensorProxy:  # fmt: skip
-    """`activated_grouped_linear` in a trace."""
+    """Trace `activated_grouped_linear`."""
     ends = _int32(offsets)
     if weight.requires_grad and get_compile_data().is_grad_enabled:
         return activated_linear(y, weight, ends, scales, bias, **form)
@@ -151,12 +151,12 @@ def bias_call(
     y: TensorProxy, offsets: TensorProxy, bias: TensorProxy | None = None, bias_scale: TensorProxy | None = None,
     scales: TensorProxy | None = None,
 ) -> TensorProxy:  # fmt: skip
-    """`grouped_bias` in a trace."""
+    """Trace `grouped_bias`."""
     return grouped_bias(y, _int32(offsets), bias, bias_scale, scales)
 
 
 def scaled_activation_call(
     y: TensorProxy, scales: TensorProxy | None = None, offsets: TensorProxy | None = None, **form: Any
 ) -> TensorProxy:
-    """`scaled_activation` in a trace."""
+    """Trace `scaled_activation`."""
     return scaled_activation(y, scales, offsets if offsets is None else _int32(offsets), **form)
