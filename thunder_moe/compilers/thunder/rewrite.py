@@ -96,7 +96,7 @@ class NVFP4Rewrite(Transform):
         fused = {id(site) for block in blocks for site in block.sites}
         before = find_quantized(prologue_trace, computation)
         routers, router_entries = find_routers(computation)
-        packs: dict[tuple[Any, ...], _Pack] = {}
+        packs: dict[tuple[Any, ...], _PackStep] = {}
         replacements: dict[int, list[BoundSymbol]] = {}
         routes: dict[int, str] = {}
         trace = from_trace(computation_trace)
@@ -146,7 +146,7 @@ class NVFP4Rewrite(Transform):
 
 
 @dataclass(frozen=True, eq=False)
-class _Pack:
+class _PackStep:
     """A call of nvfp4_pack or nvfp4_swizzle in the prologue: weights in, the operators' three weight arguments out."""
 
     symbol: Symbol
@@ -156,7 +156,7 @@ class _Pack:
 
 
 def _replace(
-    packs: dict[tuple[Any, ...], _Pack], call: Site | SwiGLUSymbols, computation: Computation, position: int
+    packs: dict[tuple[Any, ...], _PackStep], call: Site | SwiGLUSymbols, computation: Computation, position: int
 ) -> tuple[list[BoundSymbol], str]:
     """Return the calls that compute the output of a symbol in 4 or 8 bits, and the report's words on their kernel."""
     output = computation.bound_symbols[position].output
@@ -172,7 +172,7 @@ def _replace(
     options = dict(
         transposed=transposed, interleaved=interleaved, names=" and ".join(str(site.gemm.weight) for site in sites)
     )
-    swizzled = _Pack(nvfp4_pack, weights, options | dict(layout=nvfuser.LAYOUT))
+    swizzled = _PackStep(nvfp4_pack, weights, options | dict(layout=nvfuser.LAYOUT))
     more: tuple[Any, ...] = ()
     form: dict[str, Any] = {}
     scales, calls = None, list[BoundSymbol]()
@@ -196,7 +196,7 @@ def _replace(
     if not calls:
         device = to_torch_device(weights[0].device)
         layout = stacked_layout(*weights, transposed=transposed, device=device, format=BLOCK_FORMATS[format])
-        packed = _pack(packs, _Pack(nvfp4_pack, weights, options | dict(layout=layout, format=format)))
+        packed = _pack(packs, _PackStep(nvfp4_pack, weights, options | dict(layout=layout, format=format)))
         calls = [symbol.bind(a, *packed, offsets, *more, layout=layout, **form, output=out)]
     if finish and scales is not None:
         calls = [*calls, grouped_bias.bind(out, offsets, None, None, scales, output=output)]
@@ -258,7 +258,7 @@ def _saved(computation: Computation, site: Site, *operands: TensorProxy) -> tupl
     return saved, clones
 
 
-def _replace_quantized(packs: dict[tuple[Any, ...], _Pack], quantized: Quantized) -> tuple[list[BoundSymbol], str]:
+def _replace_quantized(packs: dict[tuple[Any, ...], _PackStep], quantized: Quantized) -> tuple[list[BoundSymbol], str]:
     """Do the same for a call whose weight is in NVFP4 already: it stays as it is where nvFuser declines."""
     bsym = quantized.bsym
     with_lora = bsym.sym.id == EXPERTS_LORA[NVFP4.name].id
@@ -268,13 +268,13 @@ def _replace_quantized(packs: dict[tuple[Any, ...], _Pack], quantized: Quantized
     if quantized.tensors is None:
         return [], _route(nvfuser.refusal(bsym.sym, *bsym.args, **bsym.kwargs))
     parts = 2 if bsym.sym.id == nvfp4_grouped_swiglu.id else 1
-    swizzled = _Pack(nvfp4_swizzle, quantized.tensors, dict(parts=parts))
+    swizzled = _PackStep(nvfp4_swizzle, quantized.tensors, dict(parts=parts))
     return _by_nvfuser(packs, swizzled, bsym.sym, bsym.args[0], bsym.args[4], bsym.output, quantized.gemm)
 
 
 def _by_nvfuser(
-    packs: dict[tuple[Any, ...], _Pack],
-    pack: _Pack,
+    packs: dict[tuple[Any, ...], _PackStep],
+    pack: _PackStep,
     symbol: Symbol,
     a: TensorProxy,
     offsets: TensorProxy,
@@ -314,7 +314,7 @@ def _activation_amax(gemm: GroupedGemm) -> float | None:
     return amax
 
 
-def _pack(packs: dict[tuple[Any, ...], _Pack], pack: _Pack) -> tuple[TensorProxy, ...]:
+def _pack(packs: dict[tuple[Any, ...], _PackStep], pack: _PackStep) -> tuple[TensorProxy, ...]:
     """Return the operators' weight arguments, which the same weights have once; `packs` keeps them."""
     symbol, weights = pack.symbol, pack.weights
     key = (symbol.name, *pack.options.items(), *(weight.name for weight in weights))
@@ -335,7 +335,7 @@ def _pack(packs: dict[tuple[Any, ...], _Pack], pack: _Pack) -> tuple[TensorProxy
 
 
 def _conditions(
-    prologue: TraceCtx, computation: Computation, sites: list[Site], quantized: list[Quantized], packs: list[_Pack]
+    prologue: TraceCtx, computation: Computation, sites: list[Site], quantized: list[Quantized], packs: list[_PackStep]
 ) -> tuple[list[BoundSymbol], list[BoundSymbol]]:
     """Return what the prologue checks at every call before it packs the weights, and what it declares afterwards."""
     checks, declarations = [], []
@@ -368,7 +368,7 @@ def _fill_computation(
     computation: Computation,
     old: TraceCtx,
     replacements: dict[int, list[BoundSymbol]],
-    packs: list[_Pack],
+    packs: list[_PackStep],
 ) -> list[Any]:
     """Write the rewritten computation into `new` and return its arguments: the packed weights take the places of
     16-bit weights that nothing reads any more."""
@@ -420,7 +420,7 @@ def _flat_args(
 
 def _rewrite_prologue(
     old: TraceCtx,
-    packs: list[_Pack],
+    packs: list[_PackStep],
     arguments: Sequence[Any],
     checks: list[BoundSymbol],
     declarations: list[BoundSymbol],
