@@ -228,6 +228,19 @@ class Operator:
         needs = (True,) * len(self.positions) if needs is None else needs
         return self._gradient(grad, *described[self._saved], *results, needs=needs, **options)
 
+    def saved(self, args: Sequence[Any], results: Sequence[Any]) -> tuple[Any, ...]:
+        """Return what the gradient reads of the arguments, without options, and of the results."""
+        return *args[self._saved_places], *results[self._saved_results]
+
+    def gradients(
+        self, grad: Tensor, saved: Sequence[Any], *, needs: Sequence[bool] | None = None, **options: Any
+    ) -> Gradients:
+        """Return the gradients of `differentiable` that `needs` asks for (None: all), from what `saved` returned."""
+        assert self._gradient is not None
+        described = self.described((*(None,) * self._saved_places.start, *saved))[self._saved.start :]
+        needs = (True,) * len(self.positions) if needs is None else needs
+        return self._gradient(grad, *described, needs=needs, **options)
+
     def _dispatch(self, keys: torch._C.DispatchKeySet, *args: Any, **options: Any) -> Any:
         """The kernel of the autograd key: the shortest way where there is no gradient and nothing else to dispatch."""
         plain = _PLAIN.get(keys.raw_repr())
@@ -318,19 +331,16 @@ class Operator:
         """Keeps for the gradient what it reads; the dispatcher leaves out arguments that have their defaults."""
         args = args + self._defaults[len(args) :]
         refuse_weight_gradients((name, args[position]) for name, position in self._frozen)
-        results = results[self._saved_results] if isinstance(results, tuple) else ()
-        saved = *args[self._saved_places], *results
+        saved = self.saved(args, results if isinstance(results, tuple) else ())
         ctx.save_for_backward(*saved)
         ctx.saves, ctx.options = bool(saved), self._options | options
 
     def _backward(self, ctx: Any, grad: Tensor, needs_grad: Sequence[bool]) -> list[Tensor | None]:
         """The gradients of the arguments, of which the last may have been left out."""
-        assert self._gradient is not None
         needs = tuple(any(needs_grad[position : position + 1]) for position in self.positions)
         # Reading them is an error in a second backward, which one that saves nothing can do: of a cached weight, say.
         saved = ctx.saved_tensors if ctx.saves else ()
-        described = self.described((*(None,) * self._saved_places.start, *saved))[self._saved.start :]
-        grads = self._gradient(grad, *described, needs=needs, **ctx.options)
+        grads = self.gradients(grad, saved, needs=needs, **ctx.options)
         result: list[Tensor | None] = [None] * len(self._positional)
         for position, of_argument in zip(self.positions, grads, strict=True):
             result[position] = of_argument

@@ -111,7 +111,7 @@ def test_all_gemms_of_a_step_read_the_layout_that_the_device_prefers(tiles):
     calls = [bsym for trace in (forward, backward) for bsym in trace.bound_symbols if "nvfp4weight" in bsym.sym.name]
     tiled, linear = "tiled_64x64", "linear"  # down has 32 in_features
     assert [(call.sym.name, call.kwargs["layout"]) for call in calls] == [
-        (SWIGLU, tiled), (NVFP4, linear), (f"{NVFP4}_dgrad", linear), (f"{SWIGLU}_backward", tiled),
+        (SWIGLU, tiled), (NVFP4, linear), (f"{NVFP4}_backward", linear), (f"{SWIGLU}_backward", tiled),
     ]  # fmt: skip
     packs = [b for b in thunder.last_prologue_traces(compiled)[-1].bound_symbols if b.sym.name == "nvfp4_pack"]
     assert sorted(pack.kwargs["layout"] for pack in packs) == [linear, tiled]
@@ -147,6 +147,35 @@ def test_attention_whose_heads_share_keys(heads):
         results.append((out, *(leaf.grad for leaf in leaves)))
     for ours, expected in zip(*results, strict=True):
         assert relative_error(ours, expected) < 1e-5
+
+
+def replace_the_module(model):
+    model[0] = GroupedSwiGLU(4, 64, 32, dtype=BF16).requires_grad_(False)
+
+
+def replace_a_parameter(model):
+    model[0].down_proj.weight = nn.Parameter(torch.zeros(4, 64, 32, dtype=BF16), requires_grad=False)
+
+
+def replace_a_buffer(model):
+    model[0].down_proj.global_scale = 2 * model[0].down_proj.global_scale
+
+
+@pytest.mark.parametrize("replace", [replace_the_module, replace_a_parameter, replace_a_buffer])
+def test_weights_that_were_replaced_are_refused_by_name(replace):
+    class Model(nn.Sequential):
+        def forward(self, x, offsets):
+            return self[0](x, offsets)
+
+    model = Model(GroupedSwiGLU(4, 64, 32, dtype=BF16).requires_grad_(False))
+    model = quantize_(model) if replace is replace_a_buffer else model
+    compiled, x = jit(model), torch.randn(8, 64, dtype=BF16)
+    compiled(x, EVEN)
+    replace(model)
+    with pytest.raises(
+        ValueError, match=r"0\..*_proj\.\w+: it, or a module that holds it, was replaced after thunder.jit"
+    ):
+        compiled(x, EVEN)
 
 
 def test_bad_operands_are_refused_while_tracing():

@@ -10,6 +10,7 @@ from nvfuser_session import set_gpu
 
 from thunder_moe.compilers.thunder import nvfuser as route
 from thunder_moe.compilers.thunder.symbols import nvfp4_grouped_mm, nvfp4_grouped_swiglu
+from thunder_moe.ops.operator import OPERATORS
 
 from thunder.core.devices import to_device  # isort: skip
 from thunder.core.proxies import TensorProxy  # isort: skip
@@ -113,17 +114,13 @@ def test_checker_declines_layouts_and_devices(tracing, implementation, monkeypat
 
 
 def test_checker_declines_arguments_that_the_kernel_does_not_know(tracing):
-    extras = [argument for argument in route.schema(nvfp4_grouped_swiglu) if argument.name not in route.KNOWN]
-    assert {"row_slot", "alpha"} <= {argument.name for argument in extras}
-    for argument in extras:
-        assert (
-            route.refusal(
-                nvfp4_grouped_swiglu, *call_of(), layout=route.LAYOUT, **{argument.name: argument.default_value}
-            )
-            is None
-        )
-        refusal = route.refusal(nvfp4_grouped_swiglu, *call_of(), layout=route.LAYOUT, **{argument.name: 0.75})
-        assert refusal == f"its kernel has no {argument.name}"
+    parameters = OPERATORS[nvfp4_grouped_swiglu.name].signature.parameters.values()
+    extras = {parameter.name: parameter.default for parameter in parameters if parameter.name not in route.KNOWN}
+    assert {"row_slot", "alpha"} <= extras.keys()
+    for name, default in extras.items():
+        assert route.refusal(nvfp4_grouped_swiglu, *call_of(), layout=route.LAYOUT, **{name: default}) is None
+        refusal = route.refusal(nvfp4_grouped_swiglu, *call_of(), layout=route.LAYOUT, **{name: 0.75})
+        assert refusal == f"its kernel has no {name}"
     assert route.refusal(nvfp4_grouped_swiglu, *call_of(), layout=route.LAYOUT, unheard_of=1) == (
         "its kernel has no unheard_of"
     )

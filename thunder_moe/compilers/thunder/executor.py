@@ -33,16 +33,10 @@ from thunder_moe.compilers.thunder import nvfuser, thunderfx  # noqa: E402
 from thunder_moe.compilers.thunder.rewrite import NVFP4Rewrite  # noqa: E402
 from thunder_moe.compilers.thunder.symbols import (  # noqa: E402
     EXECUTOR,
-    EXPERTS_LORA,
+    OPERATOR_SYMBOLS,
     SYMBOLS,
     grouped_mm,
-    moe_combine,
-    moe_linear_router,
-    moe_of_format,
-    moe_route,
-    moe_router,
-    mxfp8_fake_quantize,
-    nvfp4_fake_quantize,
+    moe_experts,
 )
 from thunder_moe.compilers.thunder.training_symbols import (  # noqa: E402
     activated_linear_call,
@@ -55,6 +49,7 @@ from thunder_moe.ops.operator import is_eager, is_plain_eager  # noqa: E402
 
 __all__ = ["moe_executor", "nvfp4_rewrite"]
 
+_OPS = torch.ops.thunder_moe
 moe_executor = register_executor(EXECUTOR)
 nvfuser.register()
 register_plugin()
@@ -66,9 +61,9 @@ route_thunderfx(
 
 
 def _join_compilation() -> None:
-    """Puts the rewrite first among the transforms of the compilation under way (pruning ones would drop its checks).
+    """Put the rewrite first among the transforms of the compilation under way (pruning ones would drop its checks).
 
-    Also lets the compilation's guards find the hooks of the outermost module.
+    Also let the compilation's guards find the hooks of the outermost module.
     """
     data = get_compile_data()
     if data is not None:
@@ -105,30 +100,15 @@ moe_executor._lookasides.update(
         is_eager: lambda: False,
         torch._grouped_mm: _grouped_mm_lookaside,
         F.grouped_mm: _grouped_mm_lookaside,
-        torch.ops.thunder_moe.trainable_grouped_mm: _grouped_mm_lookaside,
+        _OPS.trainable_grouped_mm: _grouped_mm_lookaside,
         torch.tensor: with_python_types("tensor"),
         torch.zeros: with_python_types("zeros"),
         F.scaled_dot_product_attention: scaled_dot_product_attention,
-        **{
-            getattr(torch.ops.thunder_moe, f"f16a_{format}weight_moe_experts"): _lookaside(moe_of_format(format))
-            for format in SYMBOLS
-        },
-        torch.ops.thunder_moe.grouped_linear: _lookaside(linear_call),
-        torch.ops.thunder_moe.activated_grouped_linear: _lookaside(activated_linear_call),
-        torch.ops.thunder_moe.scaled_activation: _lookaside(scaled_activation_call),
-        torch.ops.thunder_moe.grouped_bias: _lookaside(bias_call),
-        **{
-            getattr(torch.ops.thunder_moe, symbol.name): _lookaside(symbol)
-            for symbol in (
-                moe_route,
-                moe_router,
-                moe_linear_router,
-                mxfp8_fake_quantize,
-                nvfp4_fake_quantize,
-                *(symbol for symbols in SYMBOLS.values() for symbol in symbols.values()),
-                *EXPERTS_LORA.values(),
-                moe_combine,
-            )
-        },
+        _OPS.grouped_linear: _lookaside(linear_call),
+        _OPS.activated_grouped_linear: _lookaside(activated_linear_call),
+        _OPS.scaled_activation: _lookaside(scaled_activation_call),
+        _OPS.grouped_bias: _lookaside(bias_call),
+        **{getattr(_OPS, name): _lookaside(symbol) for name, symbol in OPERATOR_SYMBOLS.items()},
+        **{getattr(_OPS, f"f16a_{format}weight_moe_experts"): _lookaside(moe_experts(format)) for format in SYMBOLS},
     }
 )

@@ -31,6 +31,7 @@ from thunder_moe.compilers.thunder.symbols import nvfp4_grouped_mm, nvfp4_groupe
 from thunder_moe.formats.layouts import LINEAR, SWIZZLED_128X4  # noqa: E402
 from thunder_moe.formats.nvfp4 import BLOCK_SIZE, E2M1_MAX, E4M3_MAX  # noqa: E402
 from thunder_moe.kernels.w4a4 import FLOAT_MAX, SMALLEST_AMAX  # noqa: E402
+from thunder_moe.ops.operator import OPERATORS  # noqa: E402
 
 __all__ = ["LAYOUT", "is_listed", "is_plain", "refusal", "register"]
 
@@ -42,7 +43,7 @@ K_MULTIPLE, N_MULTIPLE, MOST_EXPERTS = 64, 128, 1024
 
 
 def register() -> None:
-    """Tells nvFuser's executor about the two operators; nothing to do where nvFuser is not installed."""
+    """Tell nvFuser's executor about the two operators; nothing to do where nvFuser is not installed."""
     if nvfuserex is None:
         return
     from thunder.executors import nvfuserex_impl
@@ -52,12 +53,12 @@ def register() -> None:
 
 
 def is_listed(executors: Sequence[Any]) -> bool:
-    """Whether nvFuser is among the executors of a compilation."""
+    """True if nvFuser is among the executors of a compilation."""
     return nvfuserex is not None and nvfuserex in executors
 
 
 def is_plain(symbol: Symbol, *args: Any, **kwargs: Any) -> bool:
-    """Whether a call has operands in layout "linear" and nothing else that makes a difference."""
+    """True if a call has operands in layout "linear" and nothing else that makes a difference."""
     call = _Call(symbol, args, kwargs)
     return call.unknown is None and call.layout == LINEAR and len(call.tensors) == len(OPERANDS)
 
@@ -67,7 +68,7 @@ def _checker(symbol: Symbol) -> Callable[..., bool]:
 
 
 def refusal(symbol: Symbol, *args: Any, **kwargs: Any) -> str | None:
-    """Why nvFuser does not run a call of one of the two operators, None when it does. The gates, in order:
+    """Return why nvFuser does not run a call of one of the two operators, None when it does. The gates, in order:
 
     - no argument but the operands, layout and activation_amax differs from its default;
     - everything on one CUDA device, of compute capability exactly 10.0, the only one that the kernel is built for;
@@ -145,12 +146,6 @@ OPTIONAL = ("blockscale_offsets", "problem_sizes")
 KNOWN = (*OPERANDS, *OPTIONAL, "layout", "activation_amax")
 
 
-def schema(symbol: Symbol) -> list[torch._C.Argument]:
-    """The arguments of a symbol's operator."""
-    arguments: list[torch._C.Argument] = getattr(torch.ops.thunder_moe, symbol.name).default._schema.arguments
-    return arguments
-
-
 class _Call:
     """The arguments of a call of either operator, by the names of the operator's schema.
 
@@ -162,8 +157,8 @@ class _Call:
     """
 
     def __init__(self, symbol: Symbol, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        given = dict(zip((argument.name for argument in schema(symbol)), args, strict=False)) | kwargs
-        defaults = {argument.name: argument.default_value for argument in schema(symbol)}
+        defaults = {value.name: value.default for value in OPERATORS[symbol.name].signature.parameters.values()}
+        given = dict(zip(defaults, args, strict=False)) | kwargs
         self.tensors: dict[str, Any] = {name: given[name] for name in OPERANDS}
         self.tensors |= {name: given[name] for name in OPTIONAL if given.get(name) is not None}
         self.activation, self.fp4_weight, _, _, self.offsets = (given[name] for name in OPERANDS)
@@ -195,23 +190,15 @@ def _translate_grouped_swiglu(*args: Any, fd: Any, lc_to_nv_map: Any, **kwargs: 
 
 
 def _gemm(call: _Call, definition: _Definition) -> Any:
-    """The fusion's GEMM of a call: (M, N) in the activation's dtype."""
-    fd, tensors = definition.fd, call.tensors
+    """Return the fusion's GEMM of a call: (M, N) in the activation's dtype."""
+    fd, tensors, offsets = definition.fd, call.tensors, call.offsets
     fp4_weight, scale, global_scale = (definition.get(tensors[name]) for name in OPERANDS[1:4])
     experts, half, n = call.fp4_weight.shape
-    starts, rows = definition.starts_and_rows(call.offsets)
-    if "blockscale_offsets" in tensors:
-        scale_starts = definition.get(tensors["blockscale_offsets"])
-    else:
-        scale_starts = definition.scale_starts(call.offsets, rows)
-    if "problem_sizes" in tensors:
-        sizes = definition.get(tensors["problem_sizes"])
-    else:
-        sizes = definition.problem_sizes(call.offsets, rows, n, 2 * half)
-    places = getattr(tensors.get("blockscale_offsets"), "name", None)
-    quantized, row_scale, decode_scale = definition.quantized(
-        call.activation, call.activation_amax, call.offsets, starts, scale_starts, places
-    )
+    places = tensors.get("blockscale_offsets")
+    sizes = tensors.get("problem_sizes")
+    sizes = definition.problem_sizes(offsets, n, 2 * half) if sizes is None else definition.get(sizes)
+    rows = definition.quantized(call.activation, call.activation_amax, offsets, places)
+    quantized, row_scale, decode_scale, starts, scale_starts = rows
     alpha = fd.ops.mul(global_scale, fd.ops.broadcast_in_dim(decode_scale, [experts], []))
     return fd.ops.cutlass_nvfp4_grouped_mm(
         quantized, fp4_weight, row_scale, scale, alpha, sizes, starts, scale_starts, definition.dtype(call.activation)
@@ -222,6 +209,18 @@ def _gemm(call: _Call, definition: _Definition) -> Any:
 _SHARED: weakref.WeakKeyDictionary[Any, dict[Hashable, Any]] = weakref.WeakKeyDictionary()
 
 
+def _once(make: Callable[..., Any]) -> Callable[..., Any]:
+    """Decorate a method of `_Definition`: a fusion has its result once, for the same proxies and numbers."""
+
+    def made(self: _Definition, *args: Any) -> Any:
+        key = make.__name__, *(arg.name if isinstance(arg, TensorProxy) else arg for arg in args)
+        if key not in self.shared:
+            self.shared[key] = make(self, *args)
+        return self.shared[key]
+
+    return made
+
+
 class _Definition:
     """A fusion under construction: looks up proxies, and makes what several GEMMs need once."""
 
@@ -230,7 +229,7 @@ class _Definition:
 
         self.fd, self._map, self._impl = fd, lc_to_nv_map, nvfuserex_impl
         self.types = nvfuserex_impl.DataType
-        self._shared = _SHARED.setdefault(lc_to_nv_map, {})
+        self.shared = _SHARED.setdefault(lc_to_nv_map, {})
 
     def get(self, proxy: TensorProxy) -> Any:
         return self._impl.getnv(proxy, self.fd, self._map)
@@ -238,77 +237,56 @@ class _Definition:
     def dtype(self, proxy: TensorProxy) -> Any:
         return self._impl.lcdtype_to_nvdtype(proxy.dtype)
 
-    def _once(self, key: tuple[Hashable, ...], make: Callable[[], Any]) -> Any:
-        if key not in self._shared:
-            self._shared[key] = make()
-        return self._shared[key]
-
     def _int32(self, value: int) -> Any:
         return self.fd.define_scalar(value, self.types.Int32)
 
     def _float(self, value: float) -> Any:
         return self.fd.define_scalar(value, self.types.Float)
 
+    @_once
     def starts_and_rows(self, offsets: TensorProxy) -> Any:
-        """int32 (E,) each: the first row of every expert, and its number of rows."""
+        """Return int32 (E,) each: the first row of every expert, and its number of rows."""
+        ops, ends = self.fd.ops, self.get(offsets)
+        starts = ops.slice(ops.pad(ends, [1, 0], self._int32(0)), [0], [offsets.shape[0]])
+        return starts, ops.sub(ends, starts)
 
-        def make() -> Any:
-            ops, ends = self.fd.ops, self.get(offsets)
-            starts = ops.slice(ops.pad(ends, [1, 0], self._int32(0)), [0], [offsets.shape[0]])
-            return starts, ops.sub(ends, starts)
+    @_once
+    def scale_starts(self, offsets: TensorProxy) -> Any:
+        """Return int32 (E,): the first row of every expert's block scales, each at a multiple of 128 rows."""
+        ops, (_, rows) = self.fd.ops, self.starts_and_rows(offsets)
+        padded = ops.bitwise_and(ops.add(rows, self._int32(127)), self._int32(-128))
+        # CUTLASS reads these as int32 without a check: make sure that cumsum has not widened them.
+        return ops.cast(ops.sub(ops.cumsum(padded, 0), padded), self.types.Int32)
 
-        return self._once(("starts", offsets.name), make)
+    @_once
+    def problem_sizes(self, offsets: TensorProxy, n: int, k: int) -> Any:
+        """Return int32 (E, 3): the (rows, N, K) of every expert's GEMM."""
+        ops, column, (_, rows) = self.fd.ops, [offsets.shape[0], 1], self.starts_and_rows(offsets)
+        sizes = [ops.full(column, self._int32(size), self.types.Int32) for size in (n, k)]
+        return ops.cat([ops.broadcast_in_dim(rows, column, [0]), *sizes], 1)
 
-    def scale_starts(self, offsets: TensorProxy, rows: Any) -> Any:
-        """int32 (E,): the first row of every expert's block scales, each at a multiple of 128 rows."""
-
-        def make() -> Any:
-            ops = self.fd.ops
-            padded = ops.bitwise_and(ops.add(rows, self._int32(127)), self._int32(-128))
-            # CUTLASS reads these as int32 without a check: make sure that cumsum has not widened them.
-            return ops.cast(ops.sub(ops.cumsum(padded, 0), padded), self.types.Int32)
-
-        return self._once(("scale_starts", offsets.name), make)
-
-    def problem_sizes(self, offsets: TensorProxy, rows: Any, n: int, k: int) -> Any:
-        """int32 (E, 3): the (rows, N, K) of every expert's GEMM."""
-
-        def make() -> Any:
-            ops, column = self.fd.ops, [offsets.shape[0], 1]
-            sizes = [ops.full(column, self._int32(size), self.types.Int32) for size in (n, k)]
-            return ops.cat([ops.broadcast_in_dim(rows, column, [0]), *sizes], 1)
-
-        return self._once(("problem_sizes", offsets.name, n, k), make)
-
+    @_once
     def quantized(
-        self,
-        proxy: TensorProxy,
-        amax: float | None,
-        offsets: TensorProxy,
-        starts: Any,
-        scale_starts: Any,
-        places: str | None,
-    ) -> Any:
-        """The rows as the kernel reads them: (fp4 (M, K), e4m3 block scales swizzled and padded by expert, the 0-d
-        factor that decodes both). `places`: the name of the scale starts that were given, if any."""
-
-        def make() -> Any:
-            a, (m, k) = self.get(proxy), proxy.shape
-            encode = self._encode_scale(proxy, a, amax, offsets)
-            decode = self.fd.ops.reciprocal(encode)
-            if self._impl.nvfuser_version() >= GROUPED_QUANTIZE_VERSION:
-                fp4, scale = self.fd.ops.nv_grouped_block_quantize(
-                    a, starts, scale_starts, encode, BLOCK_SIZE, self.types.Float4_e2m1fn
-                )
-            else:
-                fp4, scale = self._decomposed(a, m, k, encode, decode)
-                scale = self.fd.ops.preprocess_grouped_matmul_input_sf(scale, starts, scale_starts)
-            return fp4, scale, decode
-
-        return self._once(("quantized", proxy.name, amax, offsets.name, places), make)
+        self, proxy: TensorProxy, amax: float | None, offsets: TensorProxy, places: TensorProxy | None
+    ) -> tuple[Any, ...]:
+        """Return the rows as the kernel reads them: fp4 (M, K), e4m3 block scales swizzled and padded by expert, the
+        0-d factor that decodes both, the experts' first rows, and the first rows of their scales (`places`, where
+        given)."""
+        a, (m, k), (starts, _) = self.get(proxy), proxy.shape, self.starts_and_rows(offsets)
+        scale_starts = self.scale_starts(offsets) if places is None else self.get(places)
+        encode = self._encode_scale(proxy, a, amax, offsets)
+        decode = self.fd.ops.reciprocal(encode)
+        if self._impl.nvfuser_version() >= GROUPED_QUANTIZE_VERSION:
+            fp4, scale = self.fd.ops.nv_grouped_block_quantize(
+                a, starts, scale_starts, encode, BLOCK_SIZE, self.types.Float4_e2m1fn
+            )
+        else:
+            fp4, scale = self._decomposed(a, m, k, encode, decode)
+            scale = self.fd.ops.preprocess_grouped_matmul_input_sf(scale, starts, scale_starts)
+        return fp4, scale, decode, starts, scale_starts
 
     def _encode_scale(self, proxy: TensorProxy, a: Any, amax: float | None, offsets: TensorProxy) -> Any:
-        """0-d: 2688 over the largest magnitude of the experts' rows, or over the one that calibration has given."""
+        """Return 2688 (0-d) over the largest magnitude of the experts' rows, or over the one from calibration."""
         ops = self.fd.ops
         if amax is not None:
             return ops.full([], self._float(E2M1_MAX * E4M3_MAX / max(amax, SMALLEST_AMAX)), self.types.Float)
@@ -322,7 +300,7 @@ class _Definition:
         return ops.div(self._float(E2M1_MAX * E4M3_MAX), ops.maximum(largest, self._float(SMALLEST_AMAX)))
 
     def _decomposed(self, a: Any, m: int, k: int, encode: Any, decode: Any) -> tuple[Any, Any]:
-        """The arithmetic of nv_grouped_block_quantize, op by op: (fp4 (M, K), e4m3 (M, K // 16))."""
+        """Compute nv_grouped_block_quantize op by op: (fp4 (M, K), e4m3 (M, K // 16))."""
         ops, blocks = self.fd.ops, [m, k // BLOCK_SIZE, BLOCK_SIZE]
         values = ops.reshape(ops.cast(a, self.types.Float), blocks)
         largest = ops.div(ops.max(ops.abs(values), [2]), self._float(E2M1_MAX))

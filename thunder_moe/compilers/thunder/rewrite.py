@@ -34,7 +34,7 @@ from thunder.core.symbol import BoundSymbol, Symbol  # noqa: E402
 from thunder.core.trace import TraceCtx, TraceProvenance, TraceTag, from_trace, get_tracectx, tracectx  # noqa: E402
 from thunder.core.transform_common import Transform  # noqa: E402
 
-from thunder_moe.compilers.eligibility import Decision, GroupedGemm, choosing_format, common_format, describe  # noqa: E402
+from thunder_moe.compilers.eligibility import GroupedGemm, choosing_format, common_format, describe  # noqa: E402
 from thunder_moe.compilers.safety import is_hidden_training_forward  # noqa: E402
 from thunder_moe.compilers.swiglu import SwiGLU as SwiGLUSymbols  # noqa: E402
 from thunder_moe.compilers.thunder import nvfuser  # noqa: E402
@@ -54,6 +54,7 @@ from thunder_moe.compilers.thunder.symbols import (  # noqa: E402
     SYMBOLS,
     check_grad_mode,
     check_memory,
+    check_replaced,
     declare_changed,
     grouped_mm,
     nvfp4_grouped_swiglu,
@@ -79,7 +80,7 @@ _OPTION_SAYS = (
 
 
 class NVFP4Rewrite(Transform):
-    """Rewrites what `eligibility.decline_reason` lets through. It keeps no state: one instance serves all traces."""
+    """Rewrite what `eligibility.decline_reason` lets through. It keeps no state: one instance serves all traces."""
 
     def transform_traces_pre_prologue(
         self, prologue_trace: TraceCtx, computation_trace: TraceCtx, epilogue_trace: TraceCtx | None, **kwargs: Any
@@ -94,8 +95,8 @@ class NVFP4Rewrite(Transform):
         unfused = {id(site): block.reason for block in swiglu for site in block.sites}
         fused = {id(site) for block in blocks for site in block.sites}
         before = find_quantized(prologue_trace, computation)
-        routers = find_routers(computation)
-        packs: dict[tuple[Any, ...], _Pack] = {}
+        routers, router_entries = find_routers(computation)
+        packs: dict[tuple[Any, ...], _PackStep] = {}
         replacements: dict[int, list[BoundSymbol]] = {}
         routes: dict[int, str] = {}
         trace = from_trace(computation_trace)
@@ -117,16 +118,19 @@ class NVFP4Rewrite(Transform):
                         more = dict(site.bsym.kwargs, output=site.bsym.output)
                         gemm = site.bsym.sym.bind(*operands, *site.bsym.args[3:], **more)
                         replacements[id(site.bsym)] = [*clones, gemm]
-            for router, _ in routers:
-                if router is not None:
-                    calls_at = fuse_router(router, computation)
-                    replacements |= {id(computation.bound_symbols[at]): new for at, new in calls_at.items()}
-        decisions = [
-            _describe(site, id(site) in fused, unfused.get(id(site)), routes.get(id(site), "")) for site in sites
-        ]
+            for router in routers:
+                fused_at = fuse_router(router, computation)
+                replacements |= {id(computation.bound_symbols[at]): new for at, new in fused_at.items()}
+        decisions = []
+        for site in sites:
+            is_fused, against = id(site) in fused, unfused.get(id(site))
+            gemm, decision, reason = describe(
+                site.gemm, site.reason, requires_grad=site.requires_grad, fused=is_fused, unfused=against
+            )
+            decisions.append((gemm, decision, reason + routes.get(id(site), "")))
         decisions += [(q.gemm, q.decision, f"quantized beforehand{routes[id(q)]}") for q in before]
-        EXECUTOR.record(get_compile_data(), decisions, [entry for _, entry in routers])
-        checks, declarations = _conditions(computation, sites, list(packs.values()))
+        EXECUTOR.record(get_compile_data(), decisions, router_entries)
+        checks, declarations = _conditions(prologue_trace, computation, sites, before, list(packs.values()))
         arguments = computation_trace.args
         if replacements or computation.written_arguments():
             arguments = _fill_computation(trace, computation, computation_trace, replacements, list(packs.values()))
@@ -141,15 +145,8 @@ class NVFP4Rewrite(Transform):
         return computation_trace
 
 
-def _describe(site: Site, fused: bool, unfused: str | None, route: str) -> Decision:
-    gemm, decision, reason = describe(
-        site.gemm, site.reason, requires_grad=site.requires_grad, fused=fused, unfused=unfused
-    )
-    return gemm, decision, reason + route
-
-
 @dataclass(frozen=True, eq=False)
-class _Pack:
+class _PackStep:
     """A call of nvfp4_pack or nvfp4_swizzle in the prologue: weights in, the operators' three weight arguments out."""
 
     symbol: Symbol
@@ -159,9 +156,9 @@ class _Pack:
 
 
 def _replace(
-    packs: dict[tuple[Any, ...], _Pack], call: Site | SwiGLUSymbols, computation: Computation, position: int
+    packs: dict[tuple[Any, ...], _PackStep], call: Site | SwiGLUSymbols, computation: Computation, position: int
 ) -> tuple[list[BoundSymbol], str]:
-    """(the calls that compute the output of the symbol at a position in NVFP4, the report's words on their kernel)."""
+    """Return the calls that compute the output of a symbol in 4 or 8 bits, and the report's words on their kernel."""
     output = computation.bound_symbols[position].output
     sites, interleaved = (call.sites, call.interleaved) if isinstance(call, SwiGLUSymbols) else ((call,), 0)
     format = common_format(*(site.gemm for site in sites))
@@ -175,10 +172,10 @@ def _replace(
     options = dict(
         transposed=transposed, interleaved=interleaved, names=" and ".join(str(site.gemm.weight) for site in sites)
     )
-    swizzled = _Pack(nvfp4_pack, weights, options | dict(layout=nvfuser.LAYOUT))
+    swizzled = _PackStep(nvfp4_pack, weights, options | dict(layout=nvfuser.LAYOUT))
     more: tuple[Any, ...] = ()
     form: dict[str, Any] = {}
-    scales, calls, route = None, list[BoundSymbol](), ""
+    scales, calls = None, list[BoundSymbol]()
     if isinstance(call, SwiGLUSymbols):
         form, scales = call.form, call.scales
         more = () if call.bias is None else (None, None, _gate_up_bias(call, clones))
@@ -188,16 +185,18 @@ def _replace(
         and (scales is not None or not _reads_live_rows_alone(computation, output, offsets))
     )
     out = TensorProxy(like=output) if finish else output
-    if format != NVFP4.name:
-        route = _route(f"it takes no {format} weights") if nvfuser.is_listed(get_compile_data().executors_list) else ""
-    elif not more and not form:
-        calls, route = _by_nvfuser(packs, swizzled, symbol, a, offsets, out, sites[0].gemm)
-    elif nvfuser.is_listed(get_compile_data().executors_list):
+    if not nvfuser.is_listed(get_compile_data().executors_list):
+        route = ""
+    elif format != NVFP4.name:
+        route = _route(f"it takes no {format} weights")
+    elif more or form:
         route = _route("it has a bias, or another form of SwiGLU")
+    else:
+        calls, route = _by_nvfuser(packs, swizzled, symbol, a, offsets, out, sites[0].gemm)
     if not calls:
         device = to_torch_device(weights[0].device)
         layout = stacked_layout(*weights, transposed=transposed, device=device, format=BLOCK_FORMATS[format])
-        packed = _pack(packs, _Pack(nvfp4_pack, weights, options | dict(layout=layout, format=format)))
+        packed = _pack(packs, _PackStep(nvfp4_pack, weights, options | dict(layout=layout, format=format)))
         calls = [symbol.bind(a, *packed, offsets, *more, layout=layout, **form, output=out)]
     if finish and scales is not None:
         calls = [*calls, grouped_bias.bind(out, offsets, None, None, scales, output=output)]
@@ -207,7 +206,7 @@ def _replace(
 
 
 def _zeros_past_the_end(out: TensorProxy, offsets: TensorProxy, output: TensorProxy) -> list[BoundSymbol]:
-    """The symbols that make `output` of `out`: of torch's functions, which fuse with what reads it."""
+    """Return symbols that make `output` of `out`: torch's functions, which fuse with what reads it."""
     calls: list[BoundSymbol] = []
     trace = get_tracectx()
     trace.push_scope(calls)
@@ -221,7 +220,7 @@ def _zeros_past_the_end(out: TensorProxy, offsets: TensorProxy, output: TensorPr
 
 
 def _gate_up_bias(call: SwiGLUSymbols, before: list[BoundSymbol]) -> TensorProxy:
-    """The bias of a SwiGLU with the gate's part first; a symbol that sorts it is added to those before the call."""
+    """Return the bias of a SwiGLU with the gate's part first; add the symbol that sorts it to those before the call."""
     assert call.bias is not None
     if not call.interleaved:
         return call.bias
@@ -231,7 +230,7 @@ def _gate_up_bias(call: SwiGLUSymbols, before: list[BoundSymbol]) -> TensorProxy
 
 
 def _reads_live_rows_alone(computation: Computation, output: TensorProxy, offsets: TensorProxy) -> bool:
-    """Whether all that reads the result of a GEMM of GroupedLinear reads no row past the last row end."""
+    """True if no reader of the result of a GEMM of GroupedLinear reads a row past the last row end."""
 
     def is_careful(reader: BoundSymbol) -> bool:
         operands = {grouped_mm.id: 2, grouped_bias.id: 1, scaled_activation.id: 2, activated_linear.id: 2}
@@ -245,7 +244,7 @@ def _reads_live_rows_alone(computation: Computation, output: TensorProxy, offset
 
 
 def _saved(computation: Computation, site: Site, *operands: TensorProxy) -> tuple[list[TensorProxy], list[BoundSymbol]]:
-    """(operands of a GEMM as its backward may save them, the copies that takes): copies of what is changed later.
+    """Return operands of a GEMM as its backward may save them, and the symbols that copy those that change later.
 
     Eager autograd refuses the backward then; Thunder would go on with the changed values."""
     program, saved, clones = computation.program, [], []
@@ -259,34 +258,30 @@ def _saved(computation: Computation, site: Site, *operands: TensorProxy) -> tupl
     return saved, clones
 
 
-def _replace_quantized(packs: dict[tuple[Any, ...], _Pack], quantized: Quantized) -> tuple[list[BoundSymbol], str]:
-    """The same for a call whose weight is in NVFP4 already: it stays as it is where nvFuser declines."""
+def _replace_quantized(packs: dict[tuple[Any, ...], _PackStep], quantized: Quantized) -> tuple[list[BoundSymbol], str]:
+    """Do the same for a call whose weight is in NVFP4 already: it stays as it is where nvFuser declines."""
     bsym = quantized.bsym
-    if quantized.tensors is not None:
-        parts = 2 if bsym.sym.id == nvfp4_grouped_swiglu.id else 1
-        swizzled = _Pack(nvfp4_swizzle, quantized.tensors, dict(parts=parts))
-        return _by_nvfuser(packs, swizzled, bsym.sym, bsym.args[0], bsym.args[4], bsym.output, quantized.gemm)
-    if (
-        quantized.gemm.format != NVFP4.name
-        or bsym.sym.id == EXPERTS_LORA[NVFP4.name].id
-        or not nvfuser.is_listed(get_compile_data().executors_list)
-    ):
+    with_lora = bsym.sym.id == EXPERTS_LORA[NVFP4.name].id
+    listed = nvfuser.is_listed(get_compile_data().executors_list)
+    if not listed or with_lora or quantized.gemm.format != NVFP4.name:
         return [], ""
-    return [], _route(nvfuser.refusal(bsym.sym, *bsym.args, **bsym.kwargs))
+    if quantized.tensors is None:
+        return [], _route(nvfuser.refusal(bsym.sym, *bsym.args, **bsym.kwargs))
+    parts = 2 if bsym.sym.id == nvfp4_grouped_swiglu.id else 1
+    swizzled = _PackStep(nvfp4_swizzle, quantized.tensors, dict(parts=parts))
+    return _by_nvfuser(packs, swizzled, bsym.sym, bsym.args[0], bsym.args[4], bsym.output, quantized.gemm)
 
 
 def _by_nvfuser(
-    packs: dict[tuple[Any, ...], _Pack],
-    pack: _Pack,
+    packs: dict[tuple[Any, ...], _PackStep],
+    pack: _PackStep,
     symbol: Symbol,
     a: TensorProxy,
     offsets: TensorProxy,
     out: TensorProxy,
     gemm: GroupedGemm,
 ) -> tuple[list[BoundSymbol], str]:
-    """(the calls that nvFuser runs, none where it declines; what the report says of it)."""
-    if not nvfuser.is_listed(get_compile_data().executors_list):
-        return [], ""
+    """Return the calls that nvFuser runs, none where it declines, and what the report says of it."""
     options = dict(layout=nvfuser.LAYOUT, activation_amax=_activation_amax(gemm))
     reason = nvfuser.refusal(symbol, a, *pack.symbol.meta(*pack.weights, **pack.options), offsets, **options)
     n = pack.weights[0].shape[2 if pack.options.get("transposed") else 1]
@@ -296,12 +291,10 @@ def _by_nvfuser(
         return [], _route(reason)
     packed = _pack(packs, pack)
     wide = symbol.meta(a, *packed, offsets, **options)
-    if tuple(wide.shape) == tuple(out.shape):
-        return [symbol.bind(a, *packed, offsets, **options, output=out)], _route(None)
-    calls = [  # the rows of the weight are padded
-        symbol.bind(a, *packed, offsets, **options, output=wide),
-        prims.slice_prim.bind(wide, [0, 0], list(out.shape), [1, 1], output=out),
-    ]
+    padded = tuple(wide.shape) != tuple(out.shape)
+    calls = [symbol.bind(a, *packed, offsets, **options, output=wide if padded else out)]
+    if padded:
+        calls.append(prims.slice_prim.bind(wide, [0, 0], list(out.shape), [1, 1], output=out))
     return calls, _route(None)
 
 
@@ -310,7 +303,7 @@ def _route(refusal: str | None) -> str:
 
 
 def _activation_amax(gemm: GroupedGemm) -> float | None:
-    """The largest magnitude of a GEMM's rows, where the user has given it by the weight's name."""
+    """Return the largest magnitude of a GEMM's rows, where the user has given it by the weight's name."""
     known = get_compile_option(
         "nvfp4_activation_amax",
         "dict of a weight's qualified name (the gate's for gate and up) to its rows' largest magnitude",
@@ -321,8 +314,8 @@ def _activation_amax(gemm: GroupedGemm) -> float | None:
     return amax
 
 
-def _pack(packs: dict[tuple[Any, ...], _Pack], pack: _Pack) -> tuple[TensorProxy, ...]:
-    """The operators' three weight arguments, made once of the same weights and kept in `packs`."""
+def _pack(packs: dict[tuple[Any, ...], _PackStep], pack: _PackStep) -> tuple[TensorProxy, ...]:
+    """Return the operators' weight arguments, which the same weights have once; `packs` keeps them."""
     symbol, weights = pack.symbol, pack.weights
     key = (symbol.name, *pack.options.items(), *(weight.name for weight in weights))
     if key not in packs:
@@ -342,9 +335,9 @@ def _pack(packs: dict[tuple[Any, ...], _Pack], pack: _Pack) -> tuple[TensorProxy
 
 
 def _conditions(
-    computation: Computation, sites: list[Site], packs: list[_Pack]
+    prologue: TraceCtx, computation: Computation, sites: list[Site], quantized: list[Quantized], packs: list[_PackStep]
 ) -> tuple[list[BoundSymbol], list[BoundSymbol]]:
-    """(what the prologue checks before it packs the weights, what it declares afterwards), at every call."""
+    """Return what the prologue checks at every call before it packs the weights, and what it declares afterwards."""
     checks, declarations = [], []
     # Whether these are being trained is what `is_hidden_training_forward` says, which Thunder does not guard.
     off = (site.weight for site in sites if site.requires_grad and not site.grad_enabled)
@@ -356,6 +349,14 @@ def _conditions(
     written = computation.written_arguments()
     if packed and written:
         checks.append(check_memory.bind(*packed.values(), *written, packed=len(packed), output=None))
+    read = {computation.origin(proxy.name) for call in quantized for proxy in call.bsym.flat_proxy_args} | packed.keys()
+    kinds = (prims.PrimIDs.UNPACK_PARAMETER, prims.PrimIDs.UNPACK_BUFFER)
+    fetches = [bsym for bsym in prologue.bound_symbols if bsym.sym.id in kinds and bsym.output.name in read]
+    # Transforms of modules (of DDP, say) put other parameters into Thunder's module than the model has.
+    if fetches and all(type(t).transform_module is Transform.transform_module for t in get_compile_data().transforms):
+        held = [proxy for bsym in fetches for proxy in (bsym.args[0], bsym.output)]
+        paths = tuple(tuple(bsym.args[1].split(".")) for bsym in fetches)
+        checks.append(check_replaced.bind(*held, paths=paths, output=None))
     trained = trained_weights(computation)
     if trained:
         declarations.append(declare_changed.bind(*trained, output=None))
@@ -367,10 +368,10 @@ def _fill_computation(
     computation: Computation,
     old: TraceCtx,
     replacements: dict[int, list[BoundSymbol]],
-    packs: list[_Pack],
+    packs: list[_PackStep],
 ) -> list[Any]:
-    """Writes the rewritten computation into `new` and returns its arguments: the packed weights take the places of
-    those 16-bit weights that nothing reads any more."""
+    """Write the rewritten computation into `new` and return its arguments: the packed weights take the places of
+    16-bit weights that nothing reads any more."""
     body: list[BoundSymbol] = []
     read: set[str] = set()
     calls = [call for bsym in old.bound_symbols for call in replacements.get(id(bsym), [bsym])]
@@ -405,7 +406,7 @@ def _fill_computation(
 def _flat_args(
     computation: Computation, given: list[Any], unread: set[str]
 ) -> tuple[list[Any], list[tuple[TensorProxy, TensorProxy]]]:
-    """(the arguments as autograd is to have them, (alias, renamed argument) of those that the computation changes).
+    """Return the arguments as autograd has to get them, and (alias, renamed argument) of each that is changed.
 
     Thunder 0.2.6 has arguments that are changed in place by their new names here, which loses their gradients. The new
     names still have to be there, without a gradient, or the changes would be made in the backward."""
@@ -419,12 +420,12 @@ def _flat_args(
 
 def _rewrite_prologue(
     old: TraceCtx,
-    packs: list[_Pack],
+    packs: list[_PackStep],
     arguments: Sequence[Any],
     checks: list[BoundSymbol],
     declarations: list[BoundSymbol],
 ) -> TraceCtx:
-    """Packs the weights at the end of the prologue, where the parameters are checked and at hand."""
+    """Pack the weights at the end of the prologue, where the parameters are checked and at hand."""
     new = from_trace(old)
     for proxy in (proxy for pack in packs for proxy in pack.packed):
         new.add_name(proxy.name)
@@ -432,12 +433,7 @@ def _rewrite_prologue(
         calls = [pack.symbol.bind(*pack.weights, **pack.options, output=pack.packed) for pack in packs]
     *body, result = old.bound_symbols
     _, to_epilogue = result.args[0]
-    new.bound_symbols = [
-        *body,
-        *checks,
-        *calls,
-        *declarations,
-        result.from_bsym(args=((tuple(arguments), to_epilogue),)),
-    ]
+    result = result.from_bsym(args=((tuple(arguments), to_epilogue),))
+    new.bound_symbols = [*body, *checks, *calls, *declarations, result]
     new.set_provenance(TraceProvenance("NVFP4 weights packed (thunder_moe)"))
     return new

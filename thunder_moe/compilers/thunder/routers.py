@@ -36,40 +36,26 @@ class _Graph:
     """A computation as a `RouterGraph`: operations are positions, tensors proxies under their first names."""
 
     def __init__(self, computation: Computation) -> None:
-        self.bound_symbols = computation.bound_symbols
-        self.proxies: dict[str, TensorProxy] = {}
-        self._first: dict[str, str] = {}
-        self._made: dict[str, int] = {}
+        self.computation, self.bound_symbols = computation, computation.bound_symbols
+        made = [proxy for bsym in self.bound_symbols for proxy in bsym.flat_proxy_outs]
+        self.proxies: dict[str, Any] = {proxy.name: proxy for proxy in reversed(made)} | computation.arguments
         self._readers: dict[str, set[int]] = {}
-        for position, bsym in enumerate(self.bound_symbols):
-            if bsym.sym.id == PrimIDs.UNPACK_TRIVIAL:
-                continue
-            for proxy in bsym.flat_proxy_args:
-                self._add(proxy)
-            renames = bsym.sym.id == PrimIDs.UPDATE_ALIASES
-            for place, proxy in enumerate(bsym.flat_proxy_outs):
-                if renames:
-                    self._first[proxy.name] = self.first(bsym.flat_proxy_args[place].name)
-                else:
-                    self._add(proxy)
-                    if proxy.name not in computation.arguments:
-                        self._made.setdefault(proxy.name, position)
         for name, positions in computation.readers.items():
             reading = {at for at in positions if self.bound_symbols[at].sym.id != PrimIDs.UPDATE_ALIASES}
             self._readers.setdefault(self.first(name), set()).update(reading)
 
-    def _add(self, proxy: Any) -> None:
-        if isinstance(proxy, TensorProxy):
-            self.proxies.setdefault(proxy.name, proxy)
-
     def first(self, name: str) -> str:
-        return self._first.get(name, name)
+        return self.computation.same(name, (PrimIDs.UPDATE_ALIASES,))
 
     def tensor(self, proxy: Any) -> Any:
         return self.proxies[self.first(proxy.name)] if isinstance(proxy, TensorProxy) else proxy
 
+    def made_at(self, position: int) -> set[str]:
+        """Return the first names of the tensors that an operation gives."""
+        return {self.first(proxy.name) for proxy in self.bound_symbols[position].flat_proxy_outs}
+
     def maker(self, tensor: Any) -> Any:
-        return self._made.get(tensor.name)
+        return None if tensor.name in self.computation.arguments else self.computation.position.get(tensor.name)
 
     def kind(self, operation: Any) -> str:
         kind, named = ("", {}) if operation is None else spelled(self.bound_symbols[operation])
@@ -103,7 +89,7 @@ class _Graph:
 
 @dataclass(eq=False)
 class Router:
-    """A router of a trace.
+    """A router of a trace that becomes one symbol.
 
     Attributes:
         match: what it consists of.
@@ -120,97 +106,91 @@ class Router:
     route: int | None = None
 
 
-def find_routers(computation: Computation) -> list[tuple[Router | None, RouterEntry]]:
-    """The routers of a trace; None for those that stay as they are."""
-    graph, found = _Graph(computation), []
+def find_routers(computation: Computation) -> tuple[list[Router], list[RouterEntry]]:
+    """Return the routers of a trace that can be one symbol, and the report's entries of all."""
+    graph, routers, entries = _Graph(computation), list[Router](), []
     for position in range(len(graph.bound_symbols)):
         match = match_router(graph, position) if graph.kind(position) == "topk" else None
-        if match is None:
-            continue
-        router, reason = _router(computation, graph, match)
-        found.append((router if reason is None else None, match.entry(graph, reason)))
-    return found
+        if match is not None:
+            found = _router(computation, graph, match)
+            routers += [found] if isinstance(found, Router) else []
+            entries.append(match.entry(graph, None if isinstance(found, Router) else found))
+    return routers, entries
 
 
-def _router(computation: Computation, graph: _Graph, match: RouterMatch) -> tuple[Router, str | None]:
-    """(the router, why it stays as it is or None). The gates, in order."""
+def _router(computation: Computation, graph: _Graph, match: RouterMatch) -> Router | str:
+    """Return the router, or why it stays as it is. The gates, in order."""
     program, symbols = computation.program, graph.bound_symbols
-    modes = [step.grad_enabled for step in program.steps]
-    place = match.top_k if modes[match.top_k] == modes[match.takes] else match.takes
-    ids: TensorProxy = symbols[match.top_k].output[1]
-    router = Router(match, place, _goes(graph, match), ids)
     reason = reason_against_kernels(graph, match)
     if reason is not None:
-        return router, reason
-    if not {match.top_k, match.takes, graph.maker(match.scores)} <= router.replaced:
-        return router, "a part of it is read elsewhere"
+        return reason
+    modes = [step.grad_enabled for step in program.steps]
+    ids: TensorProxy = symbols[match.top_k].output[1]
+    kept = {match.scores.name, graph.first(ids.name)}
+    replaced = _unread(graph, match, kept)
+    if not {match.top_k, match.takes, graph.maker(match.scores)} <= replaced:
+        return "a part of it is read elsewhere"
+    place = match.top_k if modes[match.top_k] == modes[match.takes] else match.takes
     if place is not match.top_k and any(reader < place for reader in graph.readers(graph.tensor(ids))):
-        return router, "its ids are read before its scores, in another grad mode"
-    renamed = _renamings(graph, match, router.replaced)
+        return "its ids are read before its scores, in another grad mode"
+    renamed = _renamings(graph, set[str]().union(*map(graph.made_at, replaced)) - kept)
     if renamed is None:
-        return router, "a part of it shares its memory with what is read elsewhere"
+        return "a part of it shares its memory with what is read elsewhere"
     operations = set(match.operations)
-    names = [proxy.name for at in operations for proxy in symbols[at].flat_proxy_outs]
     read: dict[Hashable, str] = {computation.storage(match.logits.name): "the logits"}
     storages = dict(read)
     if match.bias is not None:
         storages[computation.storage(match.bias.name)] = "the bias"
-    inputs = [match.logits.name] + ([] if match.bias is None else [match.bias.name])
+    inputs = [tensor.name for tensor in (match.logits, match.bias) if tensor is not None]
     if any(ARGUMENTS in computation.memory(name) for name in inputs):
         storages[ARGUMENTS] = "what may share memory with the logits or the bias"
-    storages |= {computation.storage(name): "the scores" for name in names}
-    kept = read if modes[match.takes] and match.logits.requires_grad else None
+    for proxy in (proxy for at in operations for proxy in symbols[at].flat_proxy_outs):
+        storages[computation.storage(proxy.name)] = "the scores"
+    saved = read if modes[match.takes] and match.logits.requires_grad else None
     reason = program.reason_against_fusing(
-        operations | renamed, storages, kept, differentiated=operations - match.choosing
+        operations | renamed, storages, saved, differentiated=operations - match.choosing
     )
-    router.replaced |= renamed
-    router.route = _route_of(graph, router, int(match.logits.shape[1]))
-    return router, reason
+    route = _route_of(graph, ids, int(match.logits.shape[1]))
+    return Router(match, place, replaced | renamed, ids, route) if reason is None else reason
 
 
-def _goes(graph: _Graph, match: RouterMatch) -> set[int]:
-    """The operations of a router that nobody reads once moe_router gives scores and ids."""
+def _unread(graph: _Graph, match: RouterMatch, kept: set[str]) -> set[int]:
+    """Return the operations of a router that nobody reads once moe_router gives scores and ids, which are `kept`."""
     replaced = set(match.operations)
-    kept = {match.scores.name, graph.tensor(graph.bound_symbols[match.top_k].output[1]).name}
     while True:
-        outs = {at: [graph.tensor(out).name for out in graph.bound_symbols[at].flat_proxy_outs] for at in replaced}
-        stay = {
+        read = {
             at
-            for at, names in outs.items()
-            if any(name not in kept and not graph.readers(graph.proxies[name]) <= replaced for name in names)
+            for at in replaced
+            if any(not graph.readers(graph.proxies[name]) <= replaced for name in graph.made_at(at) - kept)
         }
-        if not stay:
+        if not read:
             return replaced
-        replaced -= stay
+        replaced -= read
 
 
-def _renamings(graph: _Graph, match: RouterMatch, replaced: set[int]) -> set[int] | None:
-    """The symbols that give new names to tensors of a router alone; None where one renames others with them, which
+def _renamings(graph: _Graph, own: set[str]) -> set[int] | None:
+    """Return the symbols that give new names to a router's own tensors; None where one renames others with them, which
     share their memory, so that what the router does in place would be seen in them."""
-    kept = {match.scores.name, graph.tensor(graph.bound_symbols[match.top_k].output[1]).name}
-    own = {graph.tensor(out).name for at in replaced for out in graph.bound_symbols[at].flat_proxy_outs} - kept
     found = set()
     for position, bsym in enumerate(graph.bound_symbols):
-        if bsym.sym.id != PrimIDs.UPDATE_ALIASES:
-            continue
-        names = {graph.tensor(proxy).name for proxy in bsym.flat_proxy_args}
-        if names & own:
+        names = {graph.first(proxy.name) for proxy in bsym.flat_proxy_args}
+        if bsym.sym.id == PrimIDs.UPDATE_ALIASES and names & own:
             if not names <= own:
                 return None
             found.add(position)
     return found
 
 
-def _route_of(graph: _Graph, router: Router, experts: int) -> int | None:
+def _route_of(graph: _Graph, ids: TensorProxy, experts: int) -> int | None:
     for position, bsym in enumerate(graph.bound_symbols):
         routes = bsym.sym.id == moe_route.id and len(bsym.args) == 2 and bsym.args[1] == experts
-        if routes and graph.tensor(bsym.args[0]) is graph.tensor(router.ids):
+        if routes and graph.tensor(bsym.args[0]) is graph.tensor(ids):
             return position
     return None
 
 
 def fuse_router(router: Router, computation: Computation) -> dict[int, list[BoundSymbol]]:
-    """Position -> what takes the place of the symbol at it. Under the trace that is going to hold these."""
+    """Return what takes the place of the symbol at each position. Runs under the trace that will hold these."""
     match, symbols = router.match, computation.bound_symbols
     calls, bias = [], match.bias
     if bias is not None and bias.ndim == 2:

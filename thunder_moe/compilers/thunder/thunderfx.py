@@ -36,7 +36,7 @@ __all__ = ["compile_graph", "compiler_with"]
 
 
 def compile_graph(compiler: Any, gm: fx.GraphModule, inputs: Sequence[Any], **options: Any) -> Callable[..., Any]:
-    """Compiles a graph of dynamo in the place of `ThunderCompiler.__call__`.
+    """Compile a graph of dynamo in the place of `ThunderCompiler.__call__`.
 
     Args:
         compiler: the ThunderCompiler; its option `moe_format` chooses the number format of the weights.
@@ -51,7 +51,7 @@ def compile_graph(compiler: Any, gm: fx.GraphModule, inputs: Sequence[Any], **op
 
 
 def compiler_with(executor: Any, **options: Any) -> Any:
-    """Returns a ThunderCompiler.
+    """Return a ThunderCompiler.
 
     Args:
         executor: comes before the others.
@@ -64,7 +64,7 @@ def compiler_with(executor: Any, **options: Any) -> Any:
 
 
 def _compile(compiler: Any, gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-    """Has Thunder compile a graph whose GEMMs have been decided on.
+    """Have Thunder compile a graph whose GEMMs have been decided on.
 
     Raises:
         NotImplementedError: the graph enters inference mode.
@@ -111,7 +111,7 @@ def _may_change(node: fx.Node) -> bool:
 
 
 def _add_example_values(gm: fx.GraphModule) -> None:
-    """Gives inputs and calls that the rewrite added example values of dynamo's fake mode, as all other nodes have: from
+    """Give inputs and calls that the rewrite added example values of dynamo's fake mode, as all other nodes have: from
     them Thunder takes shapes, what has a gradient, and the inputs of what inductor compiles."""
     tensors = [value_of(node) for node in gm.graph.find_nodes(op="placeholder")]
     mode = next((tensor.fake_mode for tensor in tensors if isinstance(tensor, FakeTensor)), None)
@@ -137,7 +137,7 @@ def _add_example_values(gm: fx.GraphModule) -> None:
 
 
 def _spell_out_sizes(graph: fx.Graph) -> None:
-    """Replaces a torch.Size that is an argument (``y.reshape(x.shape)``) by its numbers, and calls that give an int:
+    """Replace a torch.Size that is an argument (``y.reshape(x.shape)``) by its numbers, and calls that give an int:
     thunderfx splits graphs at both, and its autograd fails where either is the result of a part."""
     for node in graph.find_nodes(op="call_method", target="size"):
         value: Any = value_of(node)
@@ -169,7 +169,7 @@ def _replaced(old: fx.Node, new: Any, node: fx.Node) -> Any:
 
 
 def _taken_by_thunder(node: fx.Node) -> Any:
-    """The target of a call as Thunder's splitter takes it: marked, where the executor has a lookaside for it."""
+    """Return the target of a call as Thunder's splitter takes it: marked, where the executor has a lookaside for it."""
     function: Any = getattr(node.target, "overloadpacket", node.target)
     if function in (torch._grouped_mm, F.grouped_mm, torch.ops.aten._grouped_mm):
         function = torch._grouped_mm if function is torch.ops.aten._grouped_mm else function
@@ -183,7 +183,7 @@ def _taken_by_thunder(node: fx.Node) -> Any:
 
 @cache
 def _marked(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A function that calls another one, with the mark by which Thunder's splitter tells what Thunder can trace."""
+    """Return a function that calls another one, with the mark by which Thunder's splitter knows what it can trace."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
         return function(*args, **kwargs)

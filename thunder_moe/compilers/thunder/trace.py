@@ -8,7 +8,7 @@ Thunder gives a tensor at in-place operations (`prims.update_aliases`) count as 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -106,30 +106,30 @@ class Computation:
         self.has_gradients = any(step.grad_enabled for step in self.program.steps)
 
     def leaf(self, name: str) -> BoundSymbol | None:
-        """The leaf that makes a tensor, None for an argument."""
+        """Return the leaf that makes a tensor, None for an argument."""
         return self._leaf.get(name)
 
     def storage(self, name: str) -> str:
-        """A key for the memory of a tensor: the same for all tensors that may share it."""
+        """Return a key for the memory of a tensor: the same for all tensors that may share it."""
         while name in self._root:
             name = self._root[name]
         return name
 
     def memory(self, name: str) -> set[str]:
-        """The storage of a tensor and, where it may be an argument's, that of all arguments."""
+        """Return the storage of a tensor and, where it may be an argument's, `ARGUMENTS`."""
         storage = self.storage(name)
         return {storage, ARGUMENTS} if storage in self._argument_storages else {storage}
 
-    def same(self, name: str) -> str:
-        """The first name of a tensor that in-place operations have renamed."""
+    def same(self, name: str, renamed_by: Sequence[PrimIDs] = (PrimIDs.UPDATE_ALIASES, PrimIDs.COPY_)) -> str:
+        """Return the first name of a tensor that in-place operations have renamed."""
         leaf = self._leaf.get(name)
-        while leaf is not None and leaf.sym.id in (PrimIDs.UPDATE_ALIASES, PrimIDs.COPY_):
+        while leaf is not None and leaf.sym.id in renamed_by:
             name = _source(leaf, name)
             leaf = self._leaf.get(name)
         return name
 
     def argument_behind(self, name: str) -> tuple[TensorProxy, bool] | None:
-        """(argument, whether its last two dims are swapped) of which a tensor is a view as `eligibility` wants it."""
+        """Return the argument that a tensor views as `eligibility` wants, and True if its last two dims are swapped."""
         name, chain = self._origin(name)
         if name not in self.arguments:
             return None
@@ -147,7 +147,7 @@ class Computation:
         return None if swapped is None else (argument, swapped)
 
     def origin(self, name: str) -> str:
-        """The argument that a tensor is made of, or the first tensor, by the first operands."""
+        """Return the name of the argument, or of the first tensor, that a tensor is made of by first operands."""
         return self._origin(name)[0]
 
     def _origin(self, name: str) -> tuple[str, list[BoundSymbol]]:
@@ -161,7 +161,7 @@ class Computation:
         return name, chain
 
     def written_arguments(self) -> list[TensorProxy]:
-        """The arguments whose memory the computation changes."""
+        """Return the arguments whose memory the computation changes."""
         written = frozenset[Hashable]().union(*(step.writes for step in self.program.steps))
         return [arg for name, arg in self.arguments.items() if self.storage(name) in written]
 
@@ -196,14 +196,14 @@ class Computation:
 
 
 def spelled(bsym: BoundSymbol) -> tuple[str, dict[str, Any]]:
-    """The kind of operation of a symbol and its arguments by name; ("", {}) for what the table of spellings lacks."""
+    """Return the kind of operation and the arguments by name; ("", {}) for what the table of spellings lacks."""
     row = _SPELLINGS.get(bsym.sym.id)
     named = None if row is None else row.named(bsym.args, bsym.kwargs)
     return (row.kind, named) if row is not None and named is not None else ("", {})
 
 
 def leaves(bsym: BoundSymbol) -> Iterator[BoundSymbol]:
-    """The symbols without subsymbols that a symbol is made of."""
+    """Yield the symbols without subsymbols that a symbol is made of."""
     if not bsym.subsymbols:
         yield bsym
     for sub in bsym.subsymbols:
@@ -211,12 +211,12 @@ def leaves(bsym: BoundSymbol) -> Iterator[BoundSymbol]:
 
 
 def is_view(bsym: BoundSymbol) -> bool:
-    """Whether a symbol whose outputs nobody reads can go: a view, or another of torch's functions without effects."""
+    """True if a symbol whose outputs nobody reads can go: a view, or another function of torch without effects."""
     return all(leaf.sym.id in _VIEWS or _has_tag(leaf, OpTags.AUTO_REGISTERED) for leaf in leaves(bsym))
 
 
 def names_read(bsym: BoundSymbol) -> set[str]:
-    """Names of the proxies that a symbol needs."""
+    """Return the names of the proxies that a symbol needs."""
     if bsym.sym.id == PrimIDs.UNPACK_TRIVIAL:
         return set()
     proxies = bsym.flat_proxy_args
@@ -227,7 +227,7 @@ def names_read(bsym: BoundSymbol) -> set[str]:
 
 
 def _source(leaf: BoundSymbol, name: str) -> str:
-    """The tensor of which a leaf gives `name`: its first operand, unless it is one that says otherwise."""
+    """Return the tensor of which a leaf gives `name`: the first operand, but for renamings and copies."""
     if leaf.sym.id == PrimIDs.UPDATE_ALIASES:
         position = next(i for i, proxy in enumerate(leaf.flat_proxy_outs) if proxy.name == name)
     else:
@@ -236,7 +236,7 @@ def _source(leaf: BoundSymbol, name: str) -> str:
 
 
 def _replay(leaf: BoundSymbol, tensor: torch.Tensor) -> torch.Tensor | None:
-    """Runs a leaf on a meta tensor in the place of its first operand; None for what is no view."""
+    """Run a leaf on a meta tensor in the place of its first operand; None for what is no view."""
     if leaf.sym.id in (PrimIDs.UPDATE_ALIASES, PrimIDs.COPY_):
         return tensor
     function = _VIEWS.get(leaf.sym.id)
@@ -253,7 +253,7 @@ def _replay(leaf: BoundSymbol, tensor: torch.Tensor) -> torch.Tensor | None:
 
 
 def _written(bsym: BoundSymbol) -> Iterator[Proxy]:
-    """The proxies that a symbol changes in place."""
+    """Yield the proxies that a symbol changes in place."""
     name = bsym.sym.name
     if bsym.sym.id == PrimIDs.COPY_:
         yield bsym.flat_proxy_args[1]

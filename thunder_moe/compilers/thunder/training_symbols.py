@@ -11,11 +11,9 @@ Legend: M rows, E experts, N out_features, D columns before the activation, I in
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from thunder_moe.compilers.thunder.compat import import_thunder
 
@@ -27,9 +25,8 @@ from thunder.core.compile_data import get_compile_data  # noqa: E402
 from thunder.core.prims import get_grad, put_grad  # noqa: E402
 from thunder.core.proxies import TensorProxy  # noqa: E402
 
-from thunder_moe.compilers.thunder.symbols import EXECUTOR, grouped_mm  # noqa: E402
+from thunder_moe.compilers.thunder.symbols import grouped_mm, register  # noqa: E402
 from thunder_moe.formats.gate_up import deinterleave, interleave  # noqa: E402
-from thunder_moe.ops.activation import ActivationForm  # noqa: E402
 from thunder_moe.ops.grouped_linear import check_linear  # noqa: E402
 
 __all__ = [
@@ -44,184 +41,79 @@ __all__ = [
 ]
 
 _OPS = torch.ops.thunder_moe
+_linear_dgrad, _linear_wgrad, _bias_grad, _bias_scale_grad, _activation_backward = (
+    register(f"moe_{name}", getattr(_OPS, name))
+    for name in (
+        "grouped_linear_dgrad", "grouped_linear_wgrad", "grouped_bias_grad", "grouped_bias_scale_grad",
+        "scaled_activation_backward",
+    )
+)  # fmt: skip
 
 
-def _like(position: int) -> Callable[..., TensorProxy]:
-    """The meta function of an operator whose result is like its argument at a position."""
-    return lambda *args, **form: TensorProxy(like=args[position])
-
-
-# ---- biases and factors of rows
-
-
-def _of_bias(grad: Tensor, offsets: Tensor, bias: Tensor, bias_scale: Tensor | None, scales: Tensor | None) -> Tensor:
-    factors = [factor.float() for factor in (bias_scale, scales) if factor is not None]
-    both = factors[0] * factors[1] if len(factors) == 2 else factors[0] if factors else None
-    out: Tensor = _OPS.grouped_bias_grad(grad, offsets, both).to(bias.dtype)
-    return out
-
-
-def _of_bias_scale(grad: Tensor, offsets: Tensor, bias: Tensor, bias_scale: Tensor, scales: Tensor | None) -> Tensor:
-    of_row: Tensor = _OPS.grouped_bias_scale_grad(grad, bias, offsets)
-    of_row = of_row if scales is None else torch.where(of_row == 0, 0, of_row * scales.float())
-    return of_row.to(bias_scale.dtype)
-
-
-def _of_scales(grad: Tensor, unscaled: Tensor, offsets: Tensor, scales: Tensor) -> Tensor:
-    live: Tensor = _OPS.grouped_bias(grad, offsets)
-    return (live.float() * unscaled.float()).sum(-1).to(scales.dtype)
-
-
-grouped_bias = EXECUTOR.register_operator("moe_grouped_bias", meta=_like(0), fn=_OPS.grouped_bias)
-_bias_grad = EXECUTOR.register_operator("moe_grouped_bias_grad", meta=_like(2), fn=_of_bias)
-_bias_scale_grad = EXECUTOR.register_operator("moe_grouped_bias_scale_grad", meta=_like(3), fn=_of_bias_scale)
-_scales_grad = EXECUTOR.register_operator("moe_row_scales_grad", meta=_like(3), fn=_of_scales)
-
-
-def _grouped_bias_grad(
+def _grouped_bias_gradient(
     y: TensorProxy, offsets: TensorProxy, bias: TensorProxy | None, bias_scale: TensorProxy | None,
     scales: TensorProxy | None,
 ) -> TensorProxy:  # fmt: skip
-    out = grouped_bias(y, offsets, bias, bias_scale, scales)
+    out: TensorProxy = grouped_bias(y, offsets, bias, bias_scale, scales)
     grad = get_grad(out)
     put_grad(y, grouped_bias(grad, offsets, None, None, scales))
     if bias is not None:
-        put_grad(bias, _bias_grad(grad, offsets, bias, bias_scale, scales))
+        factors = [factor.float() for factor in (bias_scale, scales) if factor is not None]
+        both = factors[0] * factors[1] if len(factors) == 2 else factors[0] if factors else None
+        put_grad(bias, _bias_grad(grad, offsets, both).to(bias.dtype))
         if bias_scale is not None:
-            put_grad(bias_scale, _bias_scale_grad(grad, offsets, bias, bias_scale, scales))
+            of_row = _bias_scale_grad(grad, bias, offsets)
+            # Past the last row end the product is zero, and the scales may be NaN.
+            of_row = of_row if scales is None else ltorch.where(of_row == 0, 0, of_row * scales.float())
+            put_grad(bias_scale, of_row.to(bias_scale.dtype))
     if scales is not None:
-        put_grad(scales, _scales_grad(grad, grouped_bias(y, offsets, bias, bias_scale, None), offsets, scales))
+        unscaled = grouped_bias(y, offsets, bias, bias_scale, None)
+        live = grouped_bias(grad, offsets, None, None, None)
+        put_grad(scales, (live.float() * unscaled.float()).sum(-1).to(scales.dtype))
     return out
 
 
-# ---- the bias (E, 2I) of interleaved gate and up, the gate's part first
-
-
-gate_up_bias = EXECUTOR.register_operator("moe_gate_up_bias", meta=_like(0), fn=deinterleave)
-_interleaved = EXECUTOR.register_operator("moe_gate_up_bias_grad", meta=_like(0), fn=interleave)
-
-
-def _gate_up_bias_grad(bias: TensorProxy, size: int) -> TensorProxy:
-    out = gate_up_bias(bias, size)
+def _gate_up_bias_gradient(bias: TensorProxy, size: int) -> TensorProxy:
+    out: TensorProxy = gate_up_bias(bias, size)
     put_grad(bias, _interleaved(get_grad(out), size))
     return out
 
 
-# ---- activations
-
-
-def _activation_meta(
+def _scaled_activation_gradient(
     y: TensorProxy, scales: TensorProxy | None, offsets: TensorProxy | None, **form: Any
 ) -> TensorProxy:
-    form_of = ActivationForm(**form)
-    form_of.check(y.shape[1])
-    return TensorProxy(like=y, shape=(y.shape[0], form_of.width(y.shape[1])))
-
-
-def _activation_backward_meta(
-    grad: TensorProxy, y: TensorProxy, scales: TensorProxy | None, offsets: TensorProxy | None, **form: Any
-) -> tuple[TensorProxy, ...]:
-    of_y = TensorProxy(like=y)
-    return (of_y,) if scales is None else (of_y, TensorProxy(like=scales))
-
-
-def _activation_backward(
-    grad: Tensor, y: Tensor, scales: Tensor | None, offsets: Tensor | None, **form: Any
-) -> tuple[Tensor, ...]:
-    grads = _OPS.scaled_activation_backward(grad, y, scales, offsets, True, scales is not None, **form)
-    return tuple(grads[:1] if scales is None else grads)
-
-
-scaled_activation = EXECUTOR.register_operator(
-    "moe_scaled_activation", meta=_activation_meta, fn=_OPS.scaled_activation
-)
-_activation_grad = EXECUTOR.register_operator(
-    "moe_scaled_activation_backward", meta=_activation_backward_meta, fn=_activation_backward
-)
-
-
-def _scaled_activation_grad(
-    y: TensorProxy, scales: TensorProxy | None, offsets: TensorProxy | None, **form: Any
-) -> TensorProxy:
-    out = scaled_activation(y, scales, offsets, **form)
-    grads = _activation_grad(get_grad(out), y, scales, offsets, **form)
-    put_grad(y, grads[0])
+    out: TensorProxy = scaled_activation(y, scales, offsets, **form)
+    of_y, of_scales = _activation_backward(get_grad(out), y, scales, offsets, True, scales is not None, **form)
+    put_grad(y, of_y)
     if scales is not None:
-        put_grad(scales, grads[1])
+        put_grad(scales, of_scales)
     return out
 
 
-# ---- a trained linear on activated rows
-
-
-def _activated_meta(
+def _activated_linear_gradient(
     y: TensorProxy, weight: TensorProxy, offsets: TensorProxy, scales: TensorProxy | None, bias: TensorProxy | None,
     **form: Any,
 ) -> TensorProxy:  # fmt: skip
-    return TensorProxy(like=y, shape=(y.shape[0], weight.shape[1]))
-
-
-def _dgrad_meta(grad: TensorProxy, weight: TensorProxy, offsets: TensorProxy) -> TensorProxy:
-    return TensorProxy(like=grad, shape=(grad.shape[0], weight.shape[2]))
-
-
-def _wgrad_meta(
-    y: TensorProxy, grad: TensorProxy, offsets: TensorProxy, scales: TensorProxy | None, **form: Any
-) -> TensorProxy:
-    rows = ActivationForm(**form).width(y.shape[1])
-    return TensorProxy(like=grad, shape=(offsets.shape[0], grad.shape[1], rows))
-
-
-def _wgrad_run(y: Tensor, grad: Tensor, offsets: Tensor, scales: Tensor | None, **form: Any) -> Tensor:
-    out: Tensor = _OPS.grouped_linear_wgrad(_OPS.scaled_activation(y, scales, offsets, **form), grad, offsets)
-    return out
-
-
-def _scales_run(of_rows: Tensor, grad: Tensor, offsets: Tensor, bias: Tensor, scales: Tensor) -> Tensor:
-    of_bias: Tensor = _OPS.grouped_bias_scale_grad(grad, bias, offsets)
-    return (of_rows.float() + of_bias).to(scales.dtype)
-
-
-activated_linear = EXECUTOR.register_operator(
-    "moe_activated_linear", meta=_activated_meta, fn=_OPS.activated_grouped_linear
-)
-_linear_dgrad = EXECUTOR.register_operator("moe_linear_dgrad", meta=_dgrad_meta, fn=_OPS.grouped_linear_dgrad)
-_activated_wgrad = EXECUTOR.register_operator("moe_activated_wgrad", meta=_wgrad_meta, fn=_wgrad_run)
-_add_bias_to_scales = EXECUTOR.register_operator("moe_activated_scales_grad", meta=_like(4), fn=_scales_run)
-
-
-def _activated_linear_grad(
-    y: TensorProxy, weight: TensorProxy, offsets: TensorProxy, scales: TensorProxy | None, bias: TensorProxy | None,
-    **form: Any,
-) -> TensorProxy:  # fmt: skip
-    out = activated_linear(y, weight, offsets, scales, bias, **form)
+    out: TensorProxy = activated_linear(y, weight, offsets, scales, bias, **form)
     grad = get_grad(out)
-    grads = _activation_grad(_linear_dgrad(grad, weight, offsets), y, scales, offsets, **form)
-    put_grad(y, grads[0])
-    put_grad(weight, _activated_wgrad(y, grad, offsets, scales, **form))
+    of_rows = _linear_dgrad(grad, weight, offsets)
+    of_y, of_scales = _activation_backward(of_rows, y, scales, offsets, True, scales is not None, **form)
+    put_grad(y, of_y)
+    put_grad(weight, _linear_wgrad(scaled_activation(y, scales, offsets, **form), grad, offsets))
     if scales is not None:
-        of_scales = grads[1] if bias is None else _add_bias_to_scales(grads[1], grad, offsets, bias, scales)
+        if bias is not None:
+            of_scales = (of_scales.float() + _bias_scale_grad(grad, bias, offsets)).to(scales.dtype)
         put_grad(scales, of_scales)
     if bias is not None:
-        put_grad(bias, _bias_grad(grad, offsets, bias, scales, None))
+        put_grad(bias, _bias_grad(grad, offsets, scales).to(bias.dtype))
     return out
 
 
-for _each, _grad_transform in (
-    (grouped_bias, _grouped_bias_grad),
-    (_bias_grad, None),
-    (_bias_scale_grad, None),
-    (_scales_grad, None),
-    (gate_up_bias, _gate_up_bias_grad),
-    (_interleaved, None),
-    (scaled_activation, _scaled_activation_grad),
-    (_activation_grad, None),
-    (activated_linear, _activated_linear_grad),
-    (_linear_dgrad, None),
-    (_activated_wgrad, None),
-    (_add_bias_to_scales, None),
-):
-    EXECUTOR.register_implementation(_each, _each, grad_transform=_grad_transform)
+grouped_bias = register("moe_grouped_bias", _OPS.grouped_bias, _grouped_bias_gradient)
+gate_up_bias = register("moe_gate_up_bias", deinterleave, _gate_up_bias_gradient)  # (E, 2I), the gate's part first
+_interleaved = register("moe_gate_up_bias_grad", interleave)
+scaled_activation = register("moe_scaled_activation", _OPS.scaled_activation, _scaled_activation_gradient)
+activated_linear = register("moe_activated_linear", _OPS.activated_grouped_linear, _activated_linear_gradient)
 
 
 # ---- what the operators become in a trace
@@ -235,7 +127,7 @@ def linear_call(
     x: TensorProxy, weight: TensorProxy, offsets: TensorProxy, bias: TensorProxy | None = None,
     bias_scale: TensorProxy | None = None,
 ) -> TensorProxy:  # fmt: skip
-    """`grouped_linear` in a trace."""
+    """Trace `grouped_linear`."""
     check_linear(x, weight, offsets, bias, bias_scale)
     ends = _int32(offsets)
     out = grouped_mm(x, ltorch.transpose(weight, 1, 2), ends, None, True)
@@ -246,7 +138,7 @@ def activated_linear_call(
     y: TensorProxy, weight: TensorProxy, offsets: TensorProxy, scales: TensorProxy | None = None,
     bias: TensorProxy | None = None, **form: Any,
 ) -> TensorProxy:  # fmt: skip
-    """`activated_grouped_linear` in a trace."""
+    """Trace `activated_grouped_linear`."""
     ends = _int32(offsets)
     if weight.requires_grad and get_compile_data().is_grad_enabled:
         return activated_linear(y, weight, ends, scales, bias, **form)
@@ -259,12 +151,12 @@ def bias_call(
     y: TensorProxy, offsets: TensorProxy, bias: TensorProxy | None = None, bias_scale: TensorProxy | None = None,
     scales: TensorProxy | None = None,
 ) -> TensorProxy:  # fmt: skip
-    """`grouped_bias` in a trace."""
+    """Trace `grouped_bias`."""
     return grouped_bias(y, _int32(offsets), bias, bias_scale, scales)
 
 
 def scaled_activation_call(
     y: TensorProxy, scales: TensorProxy | None = None, offsets: TensorProxy | None = None, **form: Any
 ) -> TensorProxy:
-    """`scaled_activation` in a trace."""
+    """Trace `scaled_activation`."""
     return scaled_activation(y, scales, offsets if offsets is None else _int32(offsets), **form)
