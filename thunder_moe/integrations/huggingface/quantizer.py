@@ -33,7 +33,14 @@ from thunder_moe.integrations.huggingface.forms import form_of
 from thunder_moe.integrations.huggingface.on_load import ThunderMoeQuantizer, refuse_outside
 from thunder_moe.integrations.huggingface.on_load_config import ON_LOAD, ThunderMoeConfig
 from thunder_moe.integrations.huggingface.saving import SavesNVFP4, forget_in_configs, mark_quantized
-from thunder_moe.integrations.huggingface.sharding import add_rules, refuse_parallel, refuse_part, register_styles
+from thunder_moe.integrations.huggingface.sharding import (
+    add_rules,
+    cut_as_planned,
+    dispatch_weighted_rows,
+    keep_plans,
+    refuse_parallel,
+    refuse_part,
+)
 from thunder_moe.integrations.huggingface.stand_in import StandIn
 from thunder_moe.kernels.select import lay_out
 from thunder_moe.lora import restore_adapters_
@@ -193,6 +200,7 @@ class NVFP4CheckpointQuantizer(SavesNVFP4):
             known = getattr(model, attribute)  # a list in transformers 5.7, a set in 5.23
             known = [] if known is None else known
             setattr(model, attribute, type(known)([*known, *patterns]))
+        cut_as_planned(model)
 
     def _refuse_missing(self, model: Any, names: _ModelNames, dense: set[str]) -> None:
         """Raises for experts, and for linears that the checkpoint has quantized in another layer, of which it has no
@@ -252,8 +260,10 @@ class NVFP4CheckpointQuantizer(SavesNVFP4):
         self.layouts[name] = (source, self.checkpoint.layout(source))
 
     def _process_model_after_weight_loading(self, model: nn.Module, **kwargs: Any) -> None:
+        keep_plans(model)
         refuse_parallel(model)
         self._refuse_sharded_linears(model)
+        dispatch_weighted_rows(model)
         if self._dense:
             logger.info("%d dense quantized modules are dequantized to 16 bits", len(self._dense))
         total = len(self._places) + len(self._linears) + len(self._dense)
@@ -492,7 +502,6 @@ def register() -> None:
     if current is not _CompressedTensors:
         _CompressedTensors.original = current
         AUTO_QUANTIZATION_CONFIG_MAPPING["compressed-tensors"] = _CompressedTensors
-    register_styles()
 
 
 register()
