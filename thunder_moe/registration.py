@@ -2,7 +2,7 @@
 Called by users, and by `import thunder_moe` for the packages that are imported already; calls compilers.thunder.compat
 and integrations.huggingface.quantizer, which import Thunder and transformers.
 
-docs/hooks.md lists every entry, and all that is replaced.
+docs/changes.md lists every entry, and all that is replaced.
 """
 
 from __future__ import annotations

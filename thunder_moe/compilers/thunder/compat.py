@@ -1,27 +1,10 @@
-"""All that the package changes in Thunder 0.2.6, or in torch for Thunder: what, when, why, and until which version.
+"""What the package changes in Thunder 0.2.6, or in torch for Thunder; each function says why, and until which release.
 Called by thunder_moe.registration and by the modules of compilers.thunder, which users ask for; calls nothing of the
-package.
-
-| what is changed | when, for how long | why | unnecessary from the first Thunder release |
-|---|---|---|---|
-| Tensor.rename, has_names, refine_names, align_to, align_as exist | while import_thunder imports thunder | Thunder lists them by name; torch 2.13 removed them | that imports on torch 2.13 |
-| autograd.Function.apply is a Python method | while import_thunder imports thunder | Thunder reads its `__func__`; torch 2.14 wrote it in C | that imports on torch 2.14 |
-| a module `nvfuser` of one function | import_thunder, if nvfuser_direct is imported, to stay | wheels from 0.2.36 on lack that package, Thunder calls its compute_tensor_descriptor | that takes it from nvfuser_direct |
-| BaseRecipe.setup_executors leaves out None | import_thunder, to stay | without nvFuser, Thunder prints how to install it and then fails on an executor None | whose default recipe runs without nvFuser |
-| SDPAMaskTransform of the Hugging Face recipe has no lookaside | import_thunder, to stay; acts where transformers has no sdpa_mask_recent_torch | transformers 5 has no such function: the recipe could not be made | whose recipe takes transformers 5 |
-| a compilation's list of transforms is a copy with the rewrite in front | each compilation with moe_executor | an executor has no transforms of its own; the list is the user's | in which executors bring transforms |
-| torch.zeros and torch.tensor take dtype=int | lookaside of moe_executor: functions compiled with it | Thunder passes Python types on to where only its own dtypes are known; Llama 4's mask and sliding layers of a static cache have one | that takes them |
-| scaled_dot_product_attention takes enable_gqa | lookaside of moe_executor: functions compiled with it | Thunder refuses the argument; models of transformers give it for a prompt | whose attention takes it |
-| ThunderCompiler.__call__ rewrites dynamo's graph first | once moe_executor is imported, to stay; acts where it is among the compiler's executors | an executor sees no graph before thunderfx splits it | in which executors can |
-| no lazy recompilation of graph modules | while such a compiler compiles a graph | Thunder traces into it from torch 2.12 on | whose thunderfx runs on torch 2.12 |
-| x.mT and x.T become calls of transpose | in the copy of the graph that such a compiler gets | Thunder takes them for no views, and moves reads of them past changes of x | that takes them for views |
-| sizes become numbers and symbols | likewise | thunderfx splits graphs at y.reshape(x.shape) and at sizes of static shapes; its autograd fails behind that | that takes them |
-| moe_executor is the only executor of graphs that change tensors in place | likewise | fusion moves reads of a tensor past its changes | whose fusion keeps their order |
-| torch.inference_mode in a graph is an error | likewise | Thunder leaves the process in inference mode | that takes it |
+package. docs/changes.md has the table.
 
 `import_thunder` is called by ``from thunder_moe import moe_executor`` and ``thunder_moe.register("thunder")``, never by
 ``import thunder_moe`` alone.
-"""  # noqa: E501
+"""
 
 from __future__ import annotations
 
@@ -278,7 +261,7 @@ def route_thunderfx(takes: Callable[[Any], bool], compile_graph: Callable[..., A
 
     @functools.wraps(ThunderCompiler.__call__)
     def call(self: Any, gm: torch.fx.GraphModule, sample_args: Any) -> Any:
-        return (compile_graph if takes(self) else call.__wrapped__)(self, gm, sample_args)  # type: ignore[attr-defined]
+        return (compile_graph if takes(self) else call.__wrapped__)(self, gm, sample_args)
 
     ThunderCompiler.__call__ = call
 

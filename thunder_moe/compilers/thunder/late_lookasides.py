@@ -29,7 +29,7 @@ class LateLookasides(OperatorExecutor):
     _added: dict[Any, Callable[..., Any]]
 
     @property
-    def _lookasides(self) -> dict[Any, Callable[..., Any]]:  # type: ignore[override]
+    def _lookasides(self) -> dict[Any, Callable[..., Any]]:
         for theirs, ours in _MODULES.items():
             if theirs in sys.modules:
                 self._added.update(importlib.import_module(ours).LOOKASIDES)
