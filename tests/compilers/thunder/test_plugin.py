@@ -21,6 +21,8 @@ from thunder_moe import GroupedSwiGLU, RewriteWarning, moe_executor, rewrite_rep
 from thunder_moe.compilers.thunder.executor import nvfp4_rewrite
 from thunder_moe.compilers.thunder.plugin import NVFP4MoE
 
+thunder_moe.register("transformers").close()  # its entries, without the reader of compressed-tensors
+
 BF16 = torch.bfloat16
 FAMILIES = {"llama4": {}, "qwen3_moe": dict(experts_implementation="thunder_moe")}
 # What thunder.compile is told besides the plugin.
