@@ -1,12 +1,13 @@
 """Shared fixtures: seeds, routings with their edge rows, operator checks that know float8, a count of quantizations, a
 GPU's preference of layouts, an order of ties.
-Called by pytest; imports thunder_moe, which makes `import thunder` work in all tests on torch >= 2.13.
+Called by pytest; registers with Thunder, which makes `import thunder` work in all tests on torch >= 2.13.
 """
 
 import dis
 import functools
 import gc
 import hashlib
+import importlib.util
 import os
 import sys
 import tempfile
@@ -18,6 +19,7 @@ import torch
 from fast_cases import pytest_collection_modifyitems  # noqa: F401  (a hook)
 from processes import Ranks
 
+from thunder_moe import register
 from thunder_moe.formats.block_format import NVFP4
 from thunder_moe.formats.layouts import layout_fits, layouts_of
 from thunder_moe.formats.nvfp4 import quantize
@@ -30,6 +32,9 @@ _KIND = hashlib.sha256(" ".join([torch.backends.cpu.get_cpu_capability(), *sorte
 os.environ.setdefault(
     "TORCHINDUCTOR_CACHE_DIR", str(Path(tempfile.gettempdir(), f"torchinductor_{os.getuid()}_{_KIND[:12]}"))
 )
+
+if importlib.util.find_spec("thunder"):
+    register("thunder")
 
 # Rows of each of four experts.
 ROUTINGS = {

@@ -12,7 +12,6 @@ PACKAGE = Path(__file__).parent.parent / "thunder_moe"
 # A module belongs to the longest of these that is its name or a package of it, and imports from its own layer and those
 # below. The numbers are the layers, from below.
 LAYERS = {
-    "thunder_moe.import_hooks": 0,  # imports nothing of ours
     "thunder_moe.progress": 0,
     "thunder_moe.scratch": 0,
     "thunder_moe.families": 0,
@@ -41,6 +40,7 @@ LAYERS = {
     "thunder_moe.integrations": 6,
     "thunder_moe.parallel": 6,
     "thunder_moe.sensitivity": 6,
+    "thunder_moe.registration": 7,
     "thunder_moe.__main__": 7,
     "thunder_moe": 7,
 }
@@ -56,8 +56,8 @@ UPWARDS = {
 }
 # Their imports inside of functions load what they have registered when another package asks for it.
 REGISTRATIONS = (
-    "thunder_moe.compilers.registration",
-    "thunder_moe.integrations.huggingface.registration",
+    "thunder_moe.registration",
+    "thunder_moe.compilers.thunder.compat",  # the plugin
     "thunder_moe.integrations.huggingface.saving",  # the methods of models that the loader marks
 )
 # Optional packages, and the only part of the package that imports each, but for what `ELSEWHERE` gives a reason for.

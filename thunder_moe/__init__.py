@@ -4,11 +4,7 @@ What users import; each name loads its module on first use, so that `import thun
 
 import difflib
 import importlib
-import os
 from typing import TYPE_CHECKING, Any
-
-from thunder_moe.compilers import registration
-from thunder_moe.integrations.huggingface import registration as hf_registration
 
 if TYPE_CHECKING:
     from thunder_moe.checkpoint.convert import convert
@@ -50,6 +46,7 @@ if TYPE_CHECKING:
     from thunder_moe.ops.scaled_mm import f16a_mxfp8weight_scaled_mm, f16a_nvfp4weight_scaled_mm
     from thunder_moe.qat import finish_qat_, prepare_qat_
     from thunder_moe.quantization import dequantize_, plan_quantization, quantize_, to_layout_
+    from thunder_moe.registration import register, unregister
     from thunder_moe.routing import offsets_from_splits
     from thunder_moe.sensitivity import load_formats
     from thunder_moe.weight_cache import refresh_
@@ -94,6 +91,7 @@ _HOMES = {
     "ops.router": ("moe_linear_router", "moe_router"),
     "qat": ("finish_qat_", "prepare_qat_"),
     "quantization": ("dequantize_", "plan_quantization", "quantize_", "to_layout_"),
+    "registration": ("register", "unregister"),
     "routing": ("offsets_from_splits",),
     "sensitivity": ("load_formats",),
 }
@@ -149,6 +147,7 @@ __all__ = [
     "prepare_qat_",
     "quantize_",
     "refresh_",
+    "register",
     "remove_lora_",
     "rewrite_report",
     "save_checkpoint",
@@ -156,6 +155,7 @@ __all__ = [
     "simulate_w4a4",
     "to_layout_",
     "unmerge_lora_",
+    "unregister",
     "use_backend",
     "use_lora_",
 ]
@@ -197,6 +197,4 @@ def __dir__() -> list[str]:
     return sorted([*globals(), *_ALL])
 
 
-if os.environ.get("THUNDER_MOE_AUTO_REGISTER") != "0":  # compilers/registration.py says what it is about
-    registration.install()
-    hf_registration.install()
+importlib.import_module(f"{__name__}.registration").on_import()

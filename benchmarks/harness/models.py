@@ -19,6 +19,10 @@ try:
 except ImportError as error:
     raise ImportError(f"whole models need pip install 'thunder_moe[transformers]': {error}") from error
 
+from thunder_moe import register
+
+register("transformers")  # "thunder_moe_sdpa", for one
+
 __all__ = ["CONFIGS", "REAL", "build", "config_of", "has_sdpa", "num_experts", "skeleton"]
 
 _AUTO: Any = AutoModelForCausalLM  # its methods have no annotations

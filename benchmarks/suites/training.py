@@ -291,9 +291,9 @@ def _steps(model: Callable[..., Tensor], parameters: list[nn.Parameter], *inputs
 
 
 def _step(shape: MoEShape, rows: int, offsets: Tensor) -> Iterator[Cell]:
-    import thunder
-
     from thunder_moe import RewriteWarning, moe_executor
+
+    import thunder  # isort: skip  (after moe_executor, which makes Thunder 0.2.6 import on torch 2.13)
 
     device = offsets.device
     inner = "inductor" if device.type == "cuda" else "aot_eager"

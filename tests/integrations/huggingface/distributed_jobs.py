@@ -40,6 +40,20 @@ def logits(path, config, count=9, options=None, high=64):
     return logits_of(model, count, high), first.gate_up_proj.packed_weight.shape, first.down_proj.packed_weight.shape
 
 
+def beside(path, plain, config):
+    """The packages of all parallel styles and the logits of a 16-bit model, after a load of a 4-bit checkpoint."""
+    from transformers import AutoModelForCausalLM
+    from transformers.distributed import DistributedConfig
+    from transformers.distributed.parallel_utils import ALL_PARALLEL_STYLES
+
+    packed = load(path, config)
+    stock = AutoModelForCausalLM.from_pretrained(
+        plain, dtype=torch.float32, distributed_config=DistributedConfig(**config)
+    )
+    homes = {type(style).__module__.partition(".")[0] for style in ALL_PARALLEL_STYLES.values()}
+    return homes, "_resolve_parallel_plans" in vars(packed), logits_of(stock)
+
+
 def compiled(path, config):
     """Logits of the compiled model, and of the eager one."""
     model = load(path, config)

@@ -223,6 +223,17 @@ def plain(tmp_path_factory):
 
 
 @needs_sharding
+@pytest.mark.parametrize("layout", ["all_reduce", "tp"])
+def test_a_stock_model_beside_a_packed_one(layout, saved, plain, ranks):
+    """Transformers' styles stay its own, and serve 16-bit models as before."""
+    (path, _), (where, _) = saved("qwen3_moe", all_linears), plain("qwen3_moe")
+    stock = transformers.AutoModelForCausalLM.from_pretrained(where, dtype=torch.float32)
+    for homes, left, actual in ranks(2)(jobs.beside, path, where, LAYOUTS[layout]):
+        assert (homes, left) == ({"transformers"}, False)
+        close(actual, jobs.logits_of(stock))
+
+
+@needs_sharding
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("on_load", [False, True], ids=["after", "on_load"])
 @pytest.mark.parametrize(

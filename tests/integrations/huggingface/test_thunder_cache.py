@@ -15,8 +15,10 @@ from tiny_models import tiny_config, tiny_model, tokens  # noqa: E402
 from transformers import DynamicCache, StaticCache  # noqa: E402
 from transformers.cache_utils import StaticLayer  # noqa: E402
 
-from thunder_moe import dequantize_, moe_executor, quantize_, rewrite_report  # noqa: E402
+from thunder_moe import dequantize_, moe_executor, quantize_, register, rewrite_report  # noqa: E402
 from thunder_moe.kernels import slow_paths  # noqa: E402
+
+register("transformers").close()  # its entries, without the reader of compressed-tensors
 
 BF16, FLOAT = torch.bfloat16, torch.float32
 STEPS, LENGTH = 8, 24

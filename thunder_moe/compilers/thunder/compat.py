@@ -1,33 +1,17 @@
-"""All that the package changes in Thunder 0.2.6, or in torch for Thunder: what, when, why, and until which version.
-Called by compilers.registration when somebody imports thunder, and by the modules of compilers.thunder; calls nothing of
-the package but import_hooks.
+"""What the package changes in Thunder 0.2.6, or in torch for Thunder; each function says why, and until which release.
+Called by thunder_moe.registration and by the modules of compilers.thunder, which users ask for; calls nothing of the
+package. docs/changes.md has the table.
 
-| what is changed | when, for how long | why | unnecessary from the first Thunder release |
-|---|---|---|---|
-| Tensor.rename, has_names, refine_names, align_to, align_as exist | while thunder is imported | Thunder lists them by name; torch 2.13 removed them | that imports on torch 2.13 |
-| autograd.Function.apply is a Python method | while thunder is imported | Thunder reads its `__func__`; torch 2.14 wrote it in C | that imports on torch 2.14 |
-| a module `nvfuser` of one function | once nvfuser_direct is imported, to stay | wheels from 0.2.36 on lack that package, Thunder calls its compute_tensor_descriptor | that takes it from nvfuser_direct |
-| BaseRecipe.setup_executors leaves out None | once thunder.recipes is imported, to stay | without nvFuser, Thunder prints how to install it and then fails on an executor None | whose default recipe runs without nvFuser |
-| SDPAMaskTransform of the Hugging Face recipe has no lookaside | once thunder.recipes is imported, to stay; where transformers has no sdpa_mask_recent_torch | transformers 5 has no such function: the recipe could not be made | whose recipe takes transformers 5 |
-| a compilation's list of transforms is a copy with the rewrite in front | each compilation with moe_executor | an executor has no transforms of its own; the list is the user's | in which executors bring transforms |
-| torch.zeros and torch.tensor take dtype=int | lookaside of moe_executor: functions compiled with it | Thunder passes Python types on to where only its own dtypes are known; Llama 4's mask and sliding layers of a static cache have one | that takes them |
-| scaled_dot_product_attention takes enable_gqa | lookaside of moe_executor: functions compiled with it | Thunder refuses the argument; models of transformers give it for a prompt | whose attention takes it |
-| ThunderCompiler.__call__ rewrites dynamo's graph first | once moe_executor is imported, to stay; acts where it is among the compiler's executors | an executor sees no graph before thunderfx splits it | in which executors can |
-| no lazy recompilation of graph modules | while such a compiler compiles a graph | Thunder traces into it from torch 2.12 on | whose thunderfx runs on torch 2.12 |
-| x.mT and x.T become calls of transpose | in the copy of the graph that such a compiler gets | Thunder takes them for no views, and moves reads of them past changes of x | that takes them for views |
-| sizes become numbers and symbols | likewise | thunderfx splits graphs at y.reshape(x.shape) and at sizes of static shapes; its autograd fails behind that | that takes them |
-| moe_executor is the only executor of graphs that change tensors in place | likewise | fusion moves reads of a tensor past its changes | whose fusion keeps their order |
-| torch.inference_mode in a graph is an error | likewise | Thunder leaves the process in inference mode | that takes it |
-
-`import thunder_moe` arranges for the changes tied to imports; with THUNDER_MOE_AUTO_REGISTER=0 in the environment it does
-not (compilers/registration.py), and they are made when compilers.thunder.executor is imported.
-"""  # noqa: E501
+`import_thunder` is called by ``from thunder_moe import moe_executor`` and ``thunder_moe.register("thunder")``, never by
+``import thunder_moe`` alone.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import copy
 import functools
+import importlib
 import importlib.util
 import sys
 import types
@@ -37,12 +21,11 @@ from typing import Any
 
 import torch
 
-from thunder_moe.import_hooks import after_import
-
 __all__ = [
+    "PLUGIN",
+    "add_plugin",
     "alias_nvfuser",
     "import_thunder",
-    "importing_thunder",
     "original_thunderfx",
     "put_first",
     "refuse_changes_in_graphs",
@@ -53,28 +36,43 @@ __all__ = [
     "without_gradient",
 ]
 
+PLUGIN = "nvfp4-moe"
 _REMOVED_TENSOR_METHODS = ("rename", "has_names", "refine_names", "align_to", "align_as")
 
 
 def import_thunder() -> None:
-    """Imports Thunder.
+    """Imports Thunder, and makes the changes in it that stay.
 
     Raises:
         ImportError: lightning-thunder is missing, and the message names the extra to install; or an earlier import of
             it has failed.
     """
     try:
-        with contextlib.nullcontext() if "thunder" in sys.modules else importing_thunder():
+        with contextlib.nullcontext() if "thunder" in sys.modules else _importing_thunder():
             import thunder  # noqa: F401
     except ModuleNotFoundError as error:
         if error.name != "thunder":
             raise
         raise ImportError("moe_executor needs lightning-thunder: pip install 'thunder_moe[thunder]'") from error
-    _cure_imported()
+    alias_nvfuser()  # each time: nvFuser may have been imported in between
+    add_plugin()
+    _cure_recipes()
+
+
+def add_plugin() -> None:
+    """Makes ``thunder.compile(model, plugins="nvfp4-moe")`` known to Thunder, which has been imported."""
+    from thunder.plugins import register_plugin
+
+    register_plugin(PLUGIN, _make_plugin)
+
+
+def _make_plugin() -> Any:
+    # Thunder calls what is registered, its classes, without arguments.
+    return importlib.import_module("thunder_moe.compilers.thunder.plugin").NVFP4MoE()
 
 
 @contextlib.contextmanager
-def importing_thunder() -> Iterator[None]:
+def _importing_thunder() -> Iterator[None]:
     """What Thunder's own modules need of torch while they are imported; torch is as it was afterwards.
 
     Raises:
@@ -83,24 +81,21 @@ def importing_thunder() -> Iterator[None]:
     if any(name.startswith("thunder.") for name in sys.modules):
         raise ImportError(
             "an earlier `import thunder` failed in this process and left half of its modules behind: start a new "
-            "process and import thunder_moe before thunder, which makes it work on this version of torch"
+            "process and write `from thunder_moe import moe_executor` before `import thunder`, which makes Thunder "
+            "work on this version of torch"
         )
     with _removed_tensor_methods(), _apply_as_python_method(), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="transformer_engine module not found")
         yield
-    _cure_imported()
-
-
-def _cure_imported() -> None:
-    """The changes that stay. Again does nothing, but for an nvFuser that was imported in between."""
-    alias_nvfuser()
-    _cure_recipes()
 
 
 @functools.cache
 def _cure_recipes() -> None:
-    after_import("thunder.recipes.base", _recipe_without_nvfuser)
-    after_import("thunder.recipes.hf_transformers", _recipe_on_transformers_5)
+    import thunder.recipes.base
+    import thunder.recipes.hf_transformers
+
+    _recipe_without_nvfuser(thunder.recipes.base)
+    _recipe_on_transformers_5(thunder.recipes.hf_transformers)
 
 
 @contextlib.contextmanager
@@ -262,14 +257,13 @@ def route_thunderfx(takes: Callable[[Any], bool], compile_graph: Callable[..., A
     them. Thunder 0.2.6 has no other way for an executor to see a graph before thunderfx splits it.
     Unnecessary from the first Thunder release in which an executor has a say in that."""
 
-    def replace(module: Any) -> None:
-        @functools.wraps(module.ThunderCompiler.__call__)
-        def call(self: Any, gm: torch.fx.GraphModule, sample_args: Any) -> Any:
-            return (compile_graph if takes(self) else call.__wrapped__)(self, gm, sample_args)
+    from thunder.dynamo.compiler import ThunderCompiler
 
-        module.ThunderCompiler.__call__ = call
+    @functools.wraps(ThunderCompiler.__call__)
+    def call(self: Any, gm: torch.fx.GraphModule, sample_args: Any) -> Any:
+        return (compile_graph if takes(self) else call.__wrapped__)(self, gm, sample_args)
 
-    after_import("thunder.dynamo.compiler", replace)
+    ThunderCompiler.__call__ = call
 
 
 def original_thunderfx(compiler: Any, gm: torch.fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from thunder_moe.compilers.registration import register_plugin
 from thunder_moe.compilers.thunder.compat import (
     import_thunder,
     put_first,
@@ -52,7 +51,6 @@ __all__ = ["moe_executor", "nvfp4_rewrite"]
 _OPS = torch.ops.thunder_moe
 moe_executor = register_executor(EXECUTOR)
 nvfuser.register()
-register_plugin()
 nvfp4_rewrite = NVFP4Rewrite()
 route_thunderfx(
     lambda compiler: moe_executor in resolve_executors(compiler.thunder_options.get("executors")),

@@ -1,10 +1,10 @@
 """The Thunder plugin "nvfp4-moe": ``thunder.compile(model, plugins="nvfp4-moe")``, with any recipe.
-Made by thunder.compile (compilers/registration.py tells it the name); calls nothing: it hands moe_executor and its
-rewrite to the recipe.
+Made by thunder.compile (compat.py tells it the name); calls nothing: it hands moe_executor and its rewrite to the
+recipe.
 
 It compiles as ``thunder.jit(model, executors=[moe_executor, ...])`` does, with the recipe's executors and transforms
-behind. `import thunder_moe`, before or after thunder, makes the name known; on torch >= 2.13 thunder_moe has to come
-first, as always.
+behind. ``from thunder_moe import moe_executor`` makes the name known, ``thunder_moe.register("thunder")``, too, and
+``import thunder_moe`` after thunder.
 """
 
 from __future__ import annotations

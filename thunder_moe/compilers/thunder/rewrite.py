@@ -36,7 +36,7 @@ from thunder.core.transform_common import Transform  # noqa: E402
 
 from thunder_moe.compilers.eligibility import GroupedGemm, choosing_format, common_format, describe  # noqa: E402
 from thunder_moe.compilers.safety import is_hidden_training_forward  # noqa: E402
-from thunder_moe.compilers.swiglu import SwiGLU as SwiGLUSymbols  # noqa: E402
+from thunder_moe.compilers.swiglu import SwiGLU  # noqa: E402
 from thunder_moe.compilers.thunder import nvfuser  # noqa: E402
 from thunder_moe.compilers.thunder.routers import find_routers, fuse_router  # noqa: E402
 from thunder_moe.compilers.thunder.sites import (  # noqa: E402
@@ -101,13 +101,13 @@ class NVFP4Rewrite(Transform):
         routes: dict[int, str] = {}
         trace = from_trace(computation_trace)
         with tracectx(trace):
-            calls: list[Site | SwiGLUSymbols] = [*blocks, *(site for site in eligible if id(site) not in fused)]
+            calls: list[Site | SwiGLU] = [*blocks, *(site for site in eligible if id(site) not in fused)]
             for call in calls:
-                replaced = sorted(call.replaced) if isinstance(call, SwiGLUSymbols) else (call.position,)
+                replaced = sorted(call.replaced) if isinstance(call, SwiGLU) else (call.position,)
                 new, route = _replace(packs, call, computation, replaced[-1])
                 replacements |= {id(computation.bound_symbols[position]): [] for position in replaced}
                 replacements[id(computation.bound_symbols[replaced[-1]])] = new
-                routes |= {id(site): route for site in (call.sites if isinstance(call, SwiGLUSymbols) else (call,))}
+                routes |= {id(site): route for site in (call.sites if isinstance(call, SwiGLU) else (call,))}
             for quantized in before:
                 new, routes[id(quantized)] = _replace_quantized(packs, quantized)
                 replacements |= {id(quantized.bsym): new} if new else {}
@@ -156,13 +156,13 @@ class _PackStep:
 
 
 def _replace(
-    packs: dict[tuple[Any, ...], _PackStep], call: Site | SwiGLUSymbols, computation: Computation, position: int
+    packs: dict[tuple[Any, ...], _PackStep], call: Site | SwiGLU, computation: Computation, position: int
 ) -> tuple[list[BoundSymbol], str]:
     """Return the calls that compute the output of a symbol in 4 or 8 bits, and the report's words on their kernel."""
     output = computation.bound_symbols[position].output
-    sites, interleaved = (call.sites, call.interleaved) if isinstance(call, SwiGLUSymbols) else ((call,), 0)
+    sites, interleaved = (call.sites, call.interleaved) if isinstance(call, SwiGLU) else ((call,), 0)
     format = common_format(*(site.gemm for site in sites))
-    symbol = SYMBOLS[format]["grouped_swiglu" if isinstance(call, SwiGLUSymbols) else "scaled_grouped_mm"]
+    symbol = SYMBOLS[format]["grouped_swiglu" if isinstance(call, SwiGLU) else "scaled_grouped_mm"]
     # In-place operations rename tensors: the operator runs last, and takes the names that the last GEMM has.
     last = max(sites, key=lambda site: site.position)
     a, _, offsets = last.bsym.args[:3]
@@ -176,7 +176,7 @@ def _replace(
     more: tuple[Any, ...] = ()
     form: dict[str, Any] = {}
     scales, calls = None, list[BoundSymbol]()
-    if isinstance(call, SwiGLUSymbols):
+    if isinstance(call, SwiGLU):
         form, scales = call.form, call.scales
         more = () if call.bias is None else (None, None, _gate_up_bias(call, clones))
     finish = (
@@ -219,7 +219,7 @@ def _zeros_past_the_end(out: TensorProxy, offsets: TensorProxy, output: TensorPr
     return [call.from_bsym_swap_proxies({variableify(zeroed): output}) for call in calls]
 
 
-def _gate_up_bias(call: SwiGLUSymbols, before: list[BoundSymbol]) -> TensorProxy:
+def _gate_up_bias(call: SwiGLU, before: list[BoundSymbol]) -> TensorProxy:
     """Return the bias of a SwiGLU with the gate's part first; add the symbol that sorts it to those before the call."""
     assert call.bias is not None
     if not call.interleaved:

@@ -29,12 +29,12 @@ from thunder.core.module import ThunderModule  # noqa: E402
 from thunder.core.prims import OpTags, get_grad, put_grad  # noqa: E402
 from thunder.core.proxies import TensorProxy  # noqa: E402
 from thunder.core.symbol import BoundSymbol, Symbol  # noqa: E402
-from thunder.extend import OperatorExecutor  # noqa: E402
 
 from thunder_moe import __version__, weight_cache  # noqa: E402
 from thunder_moe.compilers.eligibility import Decision, GroupedGemm  # noqa: E402
 from thunder_moe.compilers.report import Others, record  # noqa: E402
 from thunder_moe.compilers.safety import is_hidden_training_forward  # noqa: E402
+from thunder_moe.compilers.thunder.late_lookasides import LateLookasides  # noqa: E402
 from thunder_moe.formats.block_format import BLOCK_FORMATS, NVFP4, BlockFormat  # noqa: E402
 from thunder_moe.formats.layouts import LINEAR, SWIZZLED_128X4, scale_shape  # noqa: E402
 from thunder_moe.kernels import trainable_grouped_mm  # noqa: E402
@@ -75,7 +75,7 @@ def decided_before(gemm: GroupedGemm, name: str) -> None:
     """Leave a GEMM as it is: the value of `OPTION` for graphs that have been rewritten and reported already."""
 
 
-class MoEExecutor(OperatorExecutor):
+class MoEExecutor(LateLookasides):
     """An operator executor that notices compilations in which no grouped GEMM was traced."""
 
     def __init__(self) -> None:

@@ -1,6 +1,6 @@
 """transformers' quantizer plug-in: ``from_pretrained`` of a ModelOpt or compressed-tensors NVFP4 checkpoint.
-Called by transformers once `register` has run (on import); imported by registration and checkpoint; calls
-thunder_moe.checkpoint to read, experts and families to place.
+Called by transformers, to which importing makes it known (`register`: for compressed-tensors, too); imported by
+registration and checkpoint; calls thunder_moe.checkpoint to read, experts and families to place.
 
 Pipeline: skeleton on "meta" -> experts swapped for `NVFP4Experts`, 4-bit dense layers for `NVFP4Linear` on "meta" ->
 transformers loads all else, allocates -> 4-bit weights are read from the files into place, layer by layer -> those of
@@ -26,6 +26,7 @@ from thunder_moe.dense_linears import join_read_together
 from thunder_moe.dense_names import is_read_by_code
 from thunder_moe.formats.block_format import NVFP4, BlockFormat
 from thunder_moe.formats.weight import WEIGHTS, PackedWeight
+from thunder_moe.integrations.huggingface import attention, implementation  # noqa: F401  (entries in transformers)
 from thunder_moe.integrations.huggingface.expert_names import expert_source
 from thunder_moe.integrations.huggingface.experts import NVFP4Experts, expert_blocks, expert_weights
 from thunder_moe.integrations.huggingface.families import put_experts
@@ -33,8 +34,14 @@ from thunder_moe.integrations.huggingface.forms import form_of
 from thunder_moe.integrations.huggingface.on_load import ThunderMoeQuantizer, refuse_outside
 from thunder_moe.integrations.huggingface.on_load_config import ON_LOAD, ThunderMoeConfig
 from thunder_moe.integrations.huggingface.saving import SavesNVFP4, forget_in_configs, mark_quantized
-from thunder_moe.integrations.huggingface.sharding import add_rules, refuse_parallel, refuse_part, register_styles
-from thunder_moe.integrations.huggingface.stand_in import StandIn
+from thunder_moe.integrations.huggingface.sharding import (
+    add_rules,
+    cut_as_planned,
+    dispatch_weighted_rows,
+    keep_plans,
+    refuse_parallel,
+    refuse_part,
+)
 from thunder_moe.kernels.select import lay_out
 from thunder_moe.lora import restore_adapters_
 from thunder_moe.nn import NVFP4Linear
@@ -46,7 +53,6 @@ try:
     from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
     from transformers.quantizers.auto import (
         AUTO_QUANTIZATION_CONFIG_MAPPING,
-        AUTO_QUANTIZER_MAPPING,
         register_quantization_config,
         register_quantizer,
     )
@@ -56,7 +62,14 @@ except ImportError as error:
         "integrations.huggingface.quantizer needs transformers >= 5.7: pip install 'thunder_moe[transformers]'"
     ) from error
 
-__all__ = ["METHOD", "NVFP4CheckpointConfig", "NVFP4CheckpointQuantizer", "ThunderMoeConfig", "register"]
+__all__ = [
+    "METHOD",
+    "NVFP4CheckpointConfig",
+    "NVFP4CheckpointQuantizer",
+    "ThunderMoeConfig",
+    "register",
+    "unregister",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -193,6 +206,7 @@ class NVFP4CheckpointQuantizer(SavesNVFP4):
             known = getattr(model, attribute)  # a list in transformers 5.7, a set in 5.23
             known = [] if known is None else known
             setattr(model, attribute, type(known)([*known, *patterns]))
+        cut_as_planned(model)
 
     def _refuse_missing(self, model: Any, names: _ModelNames, dense: set[str]) -> None:
         """Raises for experts, and for linears that the checkpoint has quantized in another layer, of which it has no
@@ -252,8 +266,10 @@ class NVFP4CheckpointQuantizer(SavesNVFP4):
         self.layouts[name] = (source, self.checkpoint.layout(source))
 
     def _process_model_after_weight_loading(self, model: nn.Module, **kwargs: Any) -> None:
+        keep_plans(model)
         refuse_parallel(model)
         self._refuse_sharded_linears(model)
+        dispatch_weighted_rows(model)
         if self._dense:
             logger.info("%d dense quantized modules are dequantized to 16 bits", len(self._dense))
         total = len(self._places) + len(self._linears) + len(self._dense)
@@ -461,38 +477,43 @@ def _fill(place: _Place, checkpoint: Checkpoint) -> None:
         _fill_dense(parameter, bias)
 
 
-class _CompressedTensors:
+class _CompressedTensors(QuantizationConfigMixin):
     """Replaces transformers' config of compressed-tensors: takes NVFP4 and MXFP8, delegates all other formats to it."""
 
     original: Any = None
 
     @classmethod
-    def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
-        taken = COMPRESSED_TENSORS.is_read(config_dict)
-        return (NVFP4CheckpointConfig if taken else cls.original).from_dict(config_dict, **kwargs)
+    def from_dict(cls, config_dict: dict[str, Any], return_unused_kwargs: bool = False, **kwargs: Any) -> Any:
+        reader = NVFP4CheckpointConfig if COMPRESSED_TENSORS.is_read(config_dict) else cls.original
+        return reader.from_dict(config_dict, return_unused_kwargs=return_unused_kwargs, **kwargs)
 
 
-def register() -> None:
-    """Makes ``from_pretrained`` load NVFP4 checkpoints of ModelOpt and compressed-tensors; once is enough.
+def register() -> bool:
+    """Make ``from_pretrained`` read NVFP4 checkpoints of compressed-tensors by this package, until `unregister`.
 
-    Without it transformers refuses ModelOpt's, and of compressed-tensors' decodes experts as if their global scale
-    multiplied. Other formats of compressed-tensors stay with transformers.
+    transformers itself decodes their experts as if their global scale multiplied. It keeps the other formats of
+    compressed-tensors.
+
+    Returns:
+        False if they are read by it already.
     """
-    for entry in list(AUTO_QUANTIZATION_CONFIG_MAPPING.values()):
-        if isinstance(entry, StandIn):
-            entry.withdraw()
-    if METHOD not in AUTO_QUANTIZER_MAPPING:
-        register_quantizer(METHOD)(NVFP4CheckpointQuantizer)
-        register_quantization_config(METHOD)(NVFP4CheckpointConfig)
-        register_quantizer(ON_LOAD)(ThunderMoeQuantizer)
-        register_quantization_config(ON_LOAD)(ThunderMoeConfig)
-    if "modelopt" not in AUTO_QUANTIZATION_CONFIG_MAPPING:
-        register_quantization_config("modelopt")(NVFP4CheckpointConfig)
     current = AUTO_QUANTIZATION_CONFIG_MAPPING.get("compressed-tensors")
-    if current is not _CompressedTensors:
-        _CompressedTensors.original = current
-        AUTO_QUANTIZATION_CONFIG_MAPPING["compressed-tensors"] = _CompressedTensors
-    register_styles()
+    if current is _CompressedTensors:
+        return False
+    _CompressedTensors.original = current
+    AUTO_QUANTIZATION_CONFIG_MAPPING["compressed-tensors"] = _CompressedTensors
+    return True
 
 
-register()
+def unregister() -> None:
+    """Give compressed-tensors back to transformers."""
+    if AUTO_QUANTIZATION_CONFIG_MAPPING.get("compressed-tensors") is _CompressedTensors:
+        AUTO_QUANTIZATION_CONFIG_MAPPING["compressed-tensors"] = _CompressedTensors.original
+
+
+register_quantizer(METHOD)(NVFP4CheckpointQuantizer)
+register_quantization_config(METHOD)(NVFP4CheckpointConfig)
+register_quantizer(ON_LOAD)(ThunderMoeQuantizer)
+register_quantization_config(ON_LOAD)(ThunderMoeConfig)
+if "modelopt" not in AUTO_QUANTIZATION_CONFIG_MAPPING:
+    register_quantization_config("modelopt")(NVFP4CheckpointConfig)

@@ -292,8 +292,10 @@ def mark_quantized(model: nn.Module) -> None:
     """Makes each transformers model in `model` that holds 4-bit or prepared modules a `QuantizedModel`, and gives one
     that no longer does its own class back, without the quantization in its config that a load has left there.
 
-    Of models inside of each other it marks the outer one.
+    Of models inside of each other it marks the outer one. ``from_pretrained`` then reads what they save.
     """
+    from thunder_moe.integrations.huggingface import quantizer  # noqa: F401  (adds its entries to transformers')
+
     inside: set[nn.Module] = set()
     for module in model.modules():
         if not isinstance(module, PreTrainedModel):

@@ -1,9 +1,9 @@
 """4-bit experts under transformers' expert and tensor parallelism (`DistributedConfig`): what a rank has of them.
-Called by quantizer, families and saving; calls experts, and registers with transformers' parallel styles.
+Called by quantizer, families and saving; calls experts.
 
 Transformers shards a module by the style that a plan names for it: "ep_dispatch_experts" gives each rank whole experts,
-"moe_tp_experts" a share of the intermediate features of all. Its own styles know DTensor parameters; those registered
-here in their place cut `NVFP4Experts` first and leave every other module to transformers.
+"moe_tp_experts" a share of the intermediate features of all. Its styles shard parameters, which packed weights are not:
+`cut_as_planned` cuts these when transformers has resolved the plans, and its styles then install their forwards.
 
 Legend: T tokens, A = top_k, H hidden_size.
 """
@@ -18,14 +18,12 @@ from torch import Tensor, nn
 
 from thunder_moe.checkpoint.part import WHOLE, ExpertsPart
 from thunder_moe.integrations.huggingface.experts import NVFP4Experts
-from thunder_moe.nn import NVFP4GroupedLinear
 from thunder_moe.nn.linear import NVFP4Linear
 
 try:
     import transformers
-    from transformers.distributed.expert_parallel import AllReduceEP, EpDispatchExpertsParallel
-    from transformers.distributed.parallel_utils import ALL_PARALLEL_STYLES, replace_layer_number_by_wildcard
-    from transformers.distributed.tensor_parallel import MoeExpertsParallel
+    from transformers.distributed.expert_parallel import AllReduceEP
+    from transformers.distributed.parallel_utils import replace_layer_number_by_wildcard
 except ImportError:  # transformers < 5.22 has it elsewhere or not at all
     AVAILABLE = False
 else:
@@ -33,7 +31,17 @@ else:
 
     AVAILABLE = hasattr(expert_parallel, "EPImplementationInterface")  # transformers 5.23
 
-__all__ = ["AVAILABLE", "add_rules", "cut_", "refuse_parallel", "refuse_part", "register_styles", "require_available"]
+__all__ = [
+    "AVAILABLE",
+    "add_rules",
+    "cut_",
+    "cut_as_planned",
+    "dispatch_weighted_rows",
+    "keep_plans",
+    "refuse_parallel",
+    "refuse_part",
+    "require_available",
+]
 
 # Styles of dense layers that 4-bit ones take -> the dimension of their weight that processes share: output or input
 # features. Where results are gathered at once, or nothing is shared, each process has the layer whole.
@@ -104,17 +112,10 @@ def cut_(experts: NVFP4Experts, part: ExpertsPart, mesh: Any = None) -> None:
     own, parts, size = part.experts(first.num_experts), 2 if form.gated else 1, second.format.block_size
     whole = part.features(second.in_features, size) == slice(0, second.in_features)
     rows = [slice(None)] if whole else part.rows(first.out_features, parts)
-    for name, linear in (("gate_up_proj", first), ("down_proj", second)):
-        options: dict[str, Any] = dict(weight_dtype=linear.weight_dtypes, auto_layout=linear.auto_layout)
-        options["weight_requires_grad"] = linear.weights_require_grad
-        # Another module: transformers wraps the one that it has found here.
-        new = NVFP4GroupedLinear(linear.packed_weight, **options)
-        new.narrow_(0, part.expert_rank, part.expert_ranks)
-        if linear is first:
-            new.narrow_(1, part.feature_rank, part.feature_ranks, parts)
-        else:
-            new.narrow_(2, part.feature_rank, part.feature_ranks)
-        setattr(experts, name, new.train(linear.training))
+    first.narrow_(0, part.expert_rank, part.expert_ranks)
+    first.narrow_(1, part.feature_rank, part.feature_ranks, parts)
+    second.narrow_(0, part.expert_rank, part.expert_ranks)
+    second.narrow_(2, part.feature_rank, part.feature_ranks)
     for name, kept in (("gate_up_bias", rows), ("down_bias", [slice(None)])):
         bias = getattr(experts, name)
         if bias is not None:
@@ -126,63 +127,72 @@ def cut_(experts: NVFP4Experts, part: ExpertsPart, mesh: Any = None) -> None:
     experts.note_part(part, mesh)
 
 
-def register_styles() -> None:
-    """Makes transformers cut `NVFP4Experts`, too; once is enough. Other modules are sharded as before."""
-    if AVAILABLE and not isinstance(ALL_PARALLEL_STYLES[_EP_STYLE], DispatchedExperts):
-        styles: Any = ALL_PARALLEL_STYLES
-        styles.register(_EP_STYLE, DispatchedExperts())
-        styles.register(_TP_STYLE, SharedFeatures())
-        for name, dim in _DENSE_STYLES.items():
-            styles.register(name, _dense_style(styles[name], dim))
+def cut_as_planned(model: Any) -> None:
+    """Makes transformers cut the 4-bit modules of a model that it is loading, once it has resolved the model's plans.
+
+    The model's own `_resolve_parallel_plans` is replaced until transformers has called it; a load by one process does
+    not, and takes it back after the weights.
+    """
+    if not AVAILABLE:
+        return
+    resolve = model._resolve_parallel_plans
+
+    def resolve_and_cut(config: Any) -> tuple[dict[str, str], ...]:
+        keep_plans(model)
+        tp_plan, ep_plan, fsdp_plan = resolve(config)
+        for dim, plan in (("tp", tp_plan), ("ep", ep_plan)):
+            if plan:
+                _cut_modules(model, plan, model._mesh_manager.get_mesh(dim))
+        return tp_plan, ep_plan, fsdp_plan
+
+    model._resolve_parallel_plans = resolve_and_cut
 
 
-if AVAILABLE:
-
-    class DispatchedExperts(EpDispatchExpertsParallel):
-        """Transformers' style of expert parallelism, for `NVFP4Experts`, too."""
-
-        def install_forward(self, module: Any, ep_mesh: Any, **options: Any) -> Any:  # type: ignore[override]
-            if isinstance(module, NVFP4Experts) and module.part is WHOLE:
-                cut_(module, ExpertsPart(expert_rank=ep_mesh.get_local_rank(), expert_ranks=ep_mesh.size()), ep_mesh)
-            installed: Any = super().install_forward(module, ep_mesh, **options)  # type: ignore[no-untyped-call]
-            if isinstance(module, NVFP4Experts) and module.form.weight_on_input:
-                known: Any = expert_parallel.EPImplementationInterface()  # type: ignore[no-untyped-call]
-                if known[options.get("ep_implementation", "auto")] is not AllReduceEP:
-                    installed.forward = _weighted_ahead(installed.forward)
-            return installed
-
-    class SharedFeatures(MoeExpertsParallel):
-        """Transformers' style of tensor parallelism of experts, for `NVFP4Experts`, too."""
-
-        def install_forward(self, module: Any, mesh: Any) -> Any:
-            if isinstance(module, NVFP4Experts) and module.part is WHOLE:
-                cut_(module, ExpertsPart(feature_rank=mesh.get_local_rank(), feature_ranks=mesh.size()), mesh)
-            return super().install_forward(module, mesh)  # type: ignore[no-untyped-call]
+def keep_plans(model: Any) -> None:
+    """Ends `cut_as_planned`; does nothing where transformers has resolved the plans already."""
+    vars(model).pop("_resolve_parallel_plans", None)
 
 
-def _dense_style(style: Any, dim: int) -> Any:
-    """A style of transformers' for dense layers, for `NVFP4Linear`s, too.
+def _cut_modules(model: nn.Module, plan: dict[str, str], mesh: Any) -> None:
+    """Cuts the 4-bit modules that a resolved plan names, and removes the rules that do not apply to them.
 
     Args:
-        style: transformers' own.
-        dim: see `_DENSE_STYLES`.
+        model: on "meta".
+        plan: name of a module or parameter -> style.
+        mesh: the processes that share the modules.
     """
+    modules, rank, size = dict(model.named_modules()), mesh.get_local_rank(), mesh.size()
+    for name, style in [*plan.items()]:
+        module = modules.get(name)
+        if isinstance(module, NVFP4Experts):
+            if style == _EP_STYLE:
+                cut_(module, ExpertsPart(expert_rank=rank, expert_ranks=size), mesh)
+            elif style == _TP_STYLE:
+                cut_(module, ExpertsPart(feature_rank=rank, feature_ranks=size), mesh)
+        elif isinstance(module, NVFP4Linear) and style in _DENSE_STYLES:
+            dim = _DENSE_STYLES[style]
+            if dim:
+                module.narrow_(dim, rank, size)
+                module.process_part = (dim, rank, size)
+                vars(module)["process_mesh"] = mesh
+                vars(module)["_hf_quantized_needs_local_tp"] = True  # transformers' word for a weight without DTensor
+            else:
+                for rule in (name, f"{name}.bias"):
+                    plan.pop(rule, None)
+    for name, module in modules.items():
+        if isinstance(module, NVFP4Experts):
+            for rule in [rule for rule in plan if rule.startswith(f"{name}.")]:  # of 16-bit weights
+                del plan[rule]
 
-    class DenseParts(type(style)):  # type: ignore[misc]
-        def install_forward(self, module: Any, mesh: Any) -> Any:
-            if not isinstance(module, NVFP4Linear):
-                return super().install_forward(module, mesh)
-            if dim == 0:
-                return module
-            module.narrow_(dim, mesh.get_local_rank(), mesh.size())
-            module.process_part = (dim, mesh.get_local_rank(), mesh.size())
-            vars(module)["process_mesh"] = mesh
-            vars(module)["_hf_quantized_needs_local_tp"] = True  # transformers' word for a weight that is no DTensor
-            return super().install_forward(module, mesh)
 
-    parts: Any = object.__new__(DenseParts)
-    vars(parts).update(vars(style))
-    return parts
+def dispatch_weighted_rows(model: Any) -> None:
+    """Makes dispatched experts whose weights multiply the input (Llama 4) send weighted rows, once transformers has
+    installed its forwards. Its all-reduce alone hands the weights on to the experts."""
+    for module in model.modules():
+        if isinstance(module, NVFP4Experts) and module.form.weight_on_input and module.part.expert_ranks > 1:
+            known: Any = expert_parallel.EPImplementationInterface()  # type: ignore[no-untyped-call]
+            if known[model.config.distributed_config.ep_implementation] is not AllReduceEP:
+                module.forward = _weighted_ahead(module.forward)  # type: ignore[method-assign]
 
 
 def _weighted_ahead(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:

@@ -1,5 +1,5 @@
 """Lookasides of moe_executor that refuse the caches of keys and values whose changes Thunder would lose.
-Imported by registration.py once both Thunder's executor and transformers' caches are imported; calls lookasides.
+Imported by compilers/thunder/late_lookasides.py once transformers' caches are imported; calls lookasides.
 
 Of several attributes that a traced function sets on one object, Thunder 0.2.6 keeps the first alone. A cache that makes
 its tensors in its first update, or new ones at each step, is wrong afterwards, mostly without an error. Static layers
@@ -12,11 +12,10 @@ from typing import Any, NoReturn
 
 from transformers.cache_utils import Cache, DynamicCache, StaticLayer, StaticSlidingWindowLayer
 
-from thunder_moe.compilers.thunder.executor import moe_executor
 from thunder_moe.compilers.thunder.lookasides import same_code, trace
 from thunder_moe.kernels.slow_paths import warn_once
 
-__all__: list[str] = []
+__all__ = ["LOOKASIDES"]
 
 _UPDATES = ("update", "update_conv_state", "update_recurrent_state", "update_indexer")
 _STATIC = (StaticLayer, StaticSlidingWindowLayer)
@@ -67,7 +66,6 @@ def _checked(update: Any) -> Any:
     return call
 
 
-for _update in (getattr(Cache, name, None) for name in _UPDATES):
-    if _update is not None:
-        moe_executor._lookasides[_update] = _checked(_update)
-moe_executor._lookasides[DynamicCache.__init__] = _refuse_new_cache
+_updates = [getattr(Cache, name, None) for name in _UPDATES]
+LOOKASIDES: dict[Any, Any] = {update: _checked(update) for update in _updates if update is not None}
+LOOKASIDES[DynamicCache.__init__] = _refuse_new_cache

@@ -1,6 +1,6 @@
 """A lookaside of moe_executor: Llama 4's stock layer is routed while Thunder traces it, so that its expert GEMMs can be
-rewritten. Imported by registration.py once both Thunder's executor and transformers' Llama 4 are imported, maybe while
-llama4.py imports the latter, so it imports nothing of llama4.py. Calls routing and torch's grouped GEMM.
+rewritten. Imported by compilers/thunder/late_lookasides.py once transformers' Llama 4 is imported, maybe while
+llama4.py imports it, so it imports nothing of llama4.py. Calls routing and torch's grouped GEMM.
 
 Only functions compiled with moe_executor among their executors see it: eager execution, torch.compile and Thunder with
 other executors run `Llama4TextMoe.forward` as transformers has it.
@@ -15,12 +15,11 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers.models.llama4.modeling_llama4 import Llama4Router, Llama4TextExperts, Llama4TextMoe
 
-from thunder_moe.compilers.thunder.executor import moe_executor
 from thunder_moe.compilers.thunder.lookasides import same_code, trace
 from thunder_moe.nn.quantized import calls_only_its_class
 from thunder_moe.routing import invert, sort_by_expert
 
-__all__ = ["run_routed"]
+__all__ = ["LOOKASIDES", "run_routed"]
 
 _forward: Any = Llama4TextMoe.forward
 _stock_forward = same_code(_forward)
@@ -55,4 +54,4 @@ def _traced_forward(layer: Llama4TextMoe, *args: Any, **kwargs: Any) -> Any:
     return trace(run_routed if plain else _stock_forward, layer, *args, **kwargs)
 
 
-moe_executor._lookasides[_forward] = _traced_forward
+LOOKASIDES = {_forward: _traced_forward}

@@ -1,5 +1,5 @@
 """Lookasides of moe_executor by which Thunder can trace whole models of transformers.
-Imported by registration.py once both Thunder's executor and transformers' output capturing are imported; calls nothing.
+Imported by compilers/thunder/late_lookasides.py once transformers' output capturing is imported; calls nothing.
 
 Models keep what they collect (``output_hidden_states=True``) in a context variable, which takes a global instead while
 torch.compile traces. Thunder 0.2.6 traces that branch and fails on the change of the global; called as it is, the
@@ -8,13 +8,12 @@ variable is set and reset while Thunder traces, and nothing of it is part of the
 
 from __future__ import annotations
 
+from typing import Any
+
 from transformers.utils import output_capturing
 
-from thunder_moe.compilers.thunder.executor import moe_executor
-
-__all__: list[str] = []
+__all__ = ["LOOKASIDES"]
 
 _variable = getattr(output_capturing, "CompileableContextVar", None)
-for _method in (getattr(_variable, name, None) for name in ("get", "set", "reset")):
-    if _method is not None:
-        moe_executor._lookasides[_method] = _method
+_methods = [getattr(_variable, name, None) for name in ("get", "set", "reset")]
+LOOKASIDES: dict[Any, Any] = {method: method for method in _methods if method is not None}
