@@ -1,5 +1,5 @@
 """Training steps of LoRA on the experts of Qwen3-30B-A3B's layers: NVFP4 weights here, bf16 weights in PEFT's manner.
-Called by hand on a GPU, `python -m benchmarks.lora`; calls transformers, thunder_moe.lora. docs/finetuning.md shows it.
+Called by hand on a GPU, `python -m benchmarks.lora`; calls transformers and finetune.lora. docs/finetuning.md shows it.
 
 PEFT's ``target_parameters`` adds the product of the adapters to the whole stack of weights at each forward,
 ``baddbmm(W, B, A)`` in a parametrization, and so does "peft" here, registered once, so that it compiles. Weights are
@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from thunder_moe import quantize_
-from thunder_moe.lora import add_lora_, lora_parameters
+from thunder_moe.finetune.lora import add_lora_, lora_parameters
 
 RANK, ALPHA = 16, 32
 _FIRST = 3  # steps that compile, warm up and record CUDA graphs

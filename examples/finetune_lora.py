@@ -40,7 +40,7 @@ from matplotlib.figure import Figure
 from torch import Tensor, nn
 
 from thunder_moe import add_lora_, merge_lora_, quantize_
-from thunder_moe.lora import lora_parameters
+from thunder_moe.finetune.lora import lora_parameters
 from thunder_moe.progress import progress_bar
 
 

@@ -20,7 +20,7 @@ from thunder_moe import (
     prepare_qat_,
     quantize_,
 )
-from thunder_moe.plan import exclusive
+from thunder_moe.quantization.plan import exclusive
 
 BF16 = torch.bfloat16
 

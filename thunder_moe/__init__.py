@@ -10,6 +10,9 @@ if TYPE_CHECKING:
     from thunder_moe.checkpoint.convert import convert
     from thunder_moe.compilers.report import RewriteReport, RewriteWarning, rewrite_report
     from thunder_moe.compilers.thunder.executor import moe_executor
+    from thunder_moe.finetune.lora import add_lora_, remove_lora_, use_lora_
+    from thunder_moe.finetune.merge import merge_lora_, unmerge_lora_
+    from thunder_moe.finetune.qat import finish_qat_, prepare_qat_
     from thunder_moe.formats.weight import MXFP8Weight, NVFP4Weight
     from thunder_moe.integrations.huggingface.checkpoint import load_checkpoint, save_checkpoint
     from thunder_moe.integrations.huggingface.lora import get_peft_model, load_peft_model
@@ -17,20 +20,14 @@ if TYPE_CHECKING:
     from thunder_moe.integrations.huggingface.norms import fuse_norms_
     from thunder_moe.integrations.huggingface.on_load_config import ThunderMoeConfig
     from thunder_moe.kernels.select import simulate_w4a4, use_backend
-    from thunder_moe.lora import add_lora_, remove_lora_, use_lora_
-    from thunder_moe.lora_merge import merge_lora_, unmerge_lora_
     from thunder_moe.nn import (
         GroupedLinear,
-        GroupedMLP,
         GroupedSwiGLU,
         Llama4MoE,
         Llama4MoEConfig,
         NVFP4GroupedLinear,
-        NVFP4GroupedMLP,
         NVFP4GroupedSwiGLU,
         NVFP4Linear,
-        ScaledSReLU,
-        ScaledSwiGLU,
         SwiGLU,
         per_expert_state_dict,
     )
@@ -44,11 +41,11 @@ if TYPE_CHECKING:
     from thunder_moe.ops.route import moe_route
     from thunder_moe.ops.router import moe_linear_router, moe_router
     from thunder_moe.ops.scaled_mm import f16a_mxfp8weight_scaled_mm, f16a_nvfp4weight_scaled_mm
-    from thunder_moe.qat import finish_qat_, prepare_qat_
-    from thunder_moe.quantization import dequantize_, plan_quantization, quantize_, to_layout_
+    from thunder_moe.quantization.quantize import dequantize_, plan_quantization, quantize_, to_layout_
     from thunder_moe.registration import register, unregister
     from thunder_moe.routing import offsets_from_splits
-    from thunder_moe.sensitivity import load_formats
+    from thunder_moe.tools.sensitivity import load_formats
+    from thunder_moe.training import GroupedMLP, NVFP4GroupedMLP, ScaledSReLU, ScaledSwiGLU
     from thunder_moe.weight_cache import refresh_
 
 __version__ = "0.2.0"
@@ -64,20 +61,16 @@ _HOMES = {
     "integrations.huggingface.norms": ("fuse_norms_",),
     "integrations.huggingface.quantizer": ("ThunderMoeConfig",),
     "kernels.select": ("simulate_w4a4", "use_backend"),
-    "lora": ("add_lora_", "remove_lora_", "use_lora_"),
-    "lora_merge": ("merge_lora_", "unmerge_lora_"),
+    "finetune.lora": ("add_lora_", "remove_lora_", "use_lora_"),
+    "finetune.merge": ("merge_lora_", "unmerge_lora_"),
     "nn": (
         "GroupedLinear",
-        "GroupedMLP",
         "GroupedSwiGLU",
         "Llama4MoE",
         "Llama4MoEConfig",
         "NVFP4GroupedLinear",
-        "NVFP4GroupedMLP",
         "NVFP4GroupedSwiGLU",
         "NVFP4Linear",
-        "ScaledSReLU",
-        "ScaledSwiGLU",
         "SwiGLU",
         "per_expert_state_dict",
     ),
@@ -89,11 +82,12 @@ _HOMES = {
     "ops.route": ("moe_route",),
     "ops.scaled_mm": ("f16a_mxfp8weight_scaled_mm", "f16a_nvfp4weight_scaled_mm"),
     "ops.router": ("moe_linear_router", "moe_router"),
-    "qat": ("finish_qat_", "prepare_qat_"),
-    "quantization": ("dequantize_", "plan_quantization", "quantize_", "to_layout_"),
+    "finetune.qat": ("finish_qat_", "prepare_qat_"),
+    "quantization.quantize": ("dequantize_", "plan_quantization", "quantize_", "to_layout_"),
     "registration": ("register", "unregister"),
     "routing": ("offsets_from_splits",),
-    "sensitivity": ("load_formats",),
+    "tools.sensitivity": ("load_formats",),
+    "training": ("GroupedMLP", "NVFP4GroupedMLP", "ScaledSReLU", "ScaledSwiGLU"),
 }
 _HOME = {name: module for module, names in _HOMES.items() for name in names}
 

@@ -37,7 +37,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     logging.basicConfig(format="%(message)s", level=logging.WARNING if options.quiet else logging.INFO)
     try:
         if options.command == "sensitivity":
-            from thunder_moe.sensitivity import command  # a second and more of imports, which `convert` does without
+            from thunder_moe.tools.sensitivity import (
+                command,  # a second and more of imports, which `convert` does without
+            )
 
             said = command.run(options)
         else:
@@ -90,7 +92,7 @@ def _format(name: str, file: str | None) -> str | Callable[[nn.Module, str], str
     """Return `convert`'s format: of each block that a file of `sensitivity` names, and this one for all else."""
     if file is None:
         return name
-    from thunder_moe.sensitivity.formats_file import format_of_path, read_formats
+    from thunder_moe.tools.sensitivity.formats_file import format_of_path, read_formats
 
     formats = read_formats(file)
 

@@ -36,7 +36,7 @@ FP8_SCALE_FIELDS = ("weight_scale_inv", "weight_scale", "scale_inv", "scale")
 # Scales of an MXFP8 weight, as ModelOpt and compressed-tensors name them, and as MiniMax and transformers do (the last
 # is of all experts).
 MXFP8_SCALE_FIELDS = ("weight_scale", "weight_scale_inv", "scale_inv")
-# Of a module with adapters beside its weight, as thunder_moe.lora stores them.
+# Of a module with adapters beside its weight, as thunder_moe.finetune.lora stores them.
 ADAPTERS_FIELD = "lora_specs"
 # Fields that only quantized modules have; a module of fused experts also "blocks" (MXFP4).
 QUANTIZED_FIELDS = ("weight_packed", "weight_scale", "weight_scale_2", "weight_global_scale")

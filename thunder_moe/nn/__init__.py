@@ -1,9 +1,7 @@
 """Mixture-of-Experts modules and their 4-bit forms; re-exports alone.
 Called by users, quantization and integrations; calls the operators."""
 
-from thunder_moe.nn.activations import ScaledSReLU, ScaledSwiGLU
 from thunder_moe.nn.grouped_linear import GroupedLinear, per_expert_state_dict
-from thunder_moe.nn.grouped_mlp import GroupedMLP, NVFP4GroupedMLP
 from thunder_moe.nn.linear import NVFP4Linear
 from thunder_moe.nn.llama4 import Llama4MoE, Llama4MoEConfig
 from thunder_moe.nn.quantized import MODULE_LAYOUTS, NVFP4GroupedLinear, NVFP4GroupedSwiGLU
@@ -12,16 +10,12 @@ from thunder_moe.nn.swiglu import GroupedSwiGLU, SwiGLU
 __all__ = [
     "MODULE_LAYOUTS",
     "GroupedLinear",
-    "GroupedMLP",
     "GroupedSwiGLU",
     "Llama4MoE",
     "Llama4MoEConfig",
     "NVFP4GroupedLinear",
-    "NVFP4GroupedMLP",
     "NVFP4GroupedSwiGLU",
     "NVFP4Linear",
-    "ScaledSReLU",
-    "ScaledSwiGLU",
     "SwiGLU",
     "per_expert_state_dict",
 ]

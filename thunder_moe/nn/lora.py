@@ -1,5 +1,5 @@
 """Add LoRA adapters to linears of experts and to 4-bit dense ones: subclasses that take the place of their classes.
-Called by thunder_moe.lora, which adds them, and by integrations.huggingface; calls nn.grouped_linear, nn.quantized,
+Called by finetune.lora, which adds them, and by integrations.huggingface; calls nn.grouped_linear, nn.quantized,
 nn.linear.
 
 y = W x + b  ->  y + scaling * B (A x), for each active adapter, as two (grouped) GEMMs beside the one of W

@@ -24,13 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from thunder_moe.kernels.experts import ExpertsCall
 from thunder_moe.kernels.select import select
-from thunder_moe.nn import (
-    GroupedMLP,
-    GroupedSwiGLU,
-    Llama4MoE,
-    NVFP4GroupedMLP,
-    NVFP4GroupedSwiGLU,
-)
+from thunder_moe.nn import GroupedSwiGLU, Llama4MoE, NVFP4GroupedSwiGLU
 from thunder_moe.nn.autocast import autocast_rows
 from thunder_moe.nn.quantized import weights_to_fuse
 from thunder_moe.ops import route, router  # noqa: F401  (registers the operators)
@@ -41,6 +35,7 @@ from thunder_moe.parallel.exchange import Exchange, Sent, wait
 from thunder_moe.parallel.load import own_buffers, record
 from thunder_moe.parallel.shards import cut_of
 from thunder_moe.routing import expert_of_row, live_rows
+from thunder_moe.training import GroupedMLP, NVFP4GroupedMLP
 
 __all__ = ["EXPERT_PARALLEL", "EXPERT_TENSOR_PARALLEL", "TENSOR_PARALLEL"]
 

@@ -12,12 +12,13 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ParallelStyle
 
-from thunder_moe.nn import GroupedMLP, Llama4MoE, NVFP4GroupedMLP, NVFP4GroupedSwiGLU
-from thunder_moe.nn.grouped_mlp import own_form
+from thunder_moe.nn import Llama4MoE, NVFP4GroupedSwiGLU
 from thunder_moe.parallel.exchange import EXCHANGES, Exchange
 from thunder_moe.parallel.load import add_buffers
 from thunder_moe.parallel.modules import EXPERT_PARALLEL, EXPERT_TENSOR_PARALLEL, TENSOR_PARALLEL
 from thunder_moe.parallel.shards import Cut, check_cut, cut_
+from thunder_moe.training import GroupedMLP, NVFP4GroupedMLP
+from thunder_moe.training.grouped_mlp import own_form
 
 __all__ = ["ExpertParallel", "TensorParallel"]
 

@@ -14,10 +14,10 @@ from tiny_models import ARCHITECTURES, tiny_model, tokens
 
 from thunder_moe import dequantize_, quantize_, rewrite_report
 from thunder_moe.compilers.eligibility import GroupedGemm
+from thunder_moe.finetune.lora import add_lora_, lora_linears, lora_parameters, remove_lora_
+from thunder_moe.finetune.merge import merge_lora_, unmerge_lora_
 from thunder_moe.formats.gate_up import interleave
 from thunder_moe.integrations.huggingface import lora_files
-from thunder_moe.lora import add_lora_, lora_linears, lora_parameters, remove_lora_
-from thunder_moe.lora_merge import merge_lora_, unmerge_lora_
 
 
 def adapted(name, dtype=torch.float32, format="nvfp4", **options):

@@ -7,7 +7,7 @@ import torch
 from tiny_models import VOCABULARY, tiny_model
 
 from thunder_moe import add_lora_, quantize_
-from thunder_moe.lora import lora_linears, lora_parameters
+from thunder_moe.finetune.lora import lora_linears, lora_parameters
 
 STEPS = 2
 

@@ -8,7 +8,7 @@ from safetensors.torch import load_file, save_file
 from tiny_models import tiny_model, tokens
 
 from thunder_moe import load_checkpoint, merge_lora_, quantize_, unmerge_lora_, use_lora_
-from thunder_moe.lora import add_lora_, lora_linears, lora_parameters, remove_lora_
+from thunder_moe.finetune.lora import add_lora_, lora_linears, lora_parameters, remove_lora_
 
 transformers = pytest.importorskip("transformers")
 

@@ -22,7 +22,7 @@ from thunder_moe.integrations.huggingface import on_load, sharding  # noqa: E402
 from thunder_moe.integrations.huggingface.experts import NVFP4Experts  # noqa: E402
 from thunder_moe.nn.linear import NVFP4Linear, NVFP4LinearPart  # noqa: E402
 from thunder_moe.nn.packed import NVFP4Module  # noqa: E402
-from thunder_moe.plan import QuantizationPlan  # noqa: E402
+from thunder_moe.quantization.plan import QuantizationPlan  # noqa: E402
 
 BF16 = torch.bfloat16
 ANY = "*"

@@ -14,9 +14,9 @@ from safetensors.torch import load_file, save_file
 from tiny_models import tiny_model, tokens
 
 from thunder_moe import dequantize_, load_checkpoint, quantize_, save_checkpoint
+from thunder_moe.finetune.lora import add_lora_, is_dense, lora_linears, lora_parameters, remove_lora_, use_lora_
+from thunder_moe.finetune.merge import merge_lora_
 from thunder_moe.integrations.huggingface.lora_files import load_lora_, save_lora
-from thunder_moe.lora import add_lora_, is_dense, lora_linears, lora_parameters, remove_lora_, use_lora_
-from thunder_moe.lora_merge import merge_lora_
 
 peft = pytest.importorskip("peft")
 

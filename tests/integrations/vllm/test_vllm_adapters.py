@@ -11,8 +11,8 @@ from safetensors.torch import load_file, save_file
 from vllm.lora.request import LoRARequest
 
 from thunder_moe import add_lora_, load_checkpoint
+from thunder_moe.finetune.lora import lora_linears
 from thunder_moe.integrations.huggingface.lora_files import save_lora
-from thunder_moe.lora import lora_linears
 
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 

@@ -20,6 +20,7 @@ from torch.nn import Module
 from thunder_moe.checkpoint import Checkpoint, ExpertsLayout, ExpertWeights, write_checkpoint
 from thunder_moe.checkpoint.files import find_checkpoint, read_json
 from thunder_moe.checkpoint.writer import MAX_SHARD_SIZE
+from thunder_moe.finetune.lora import lora_linears, stored_adapters
 from thunder_moe.formats.weight import PackedWeight
 from thunder_moe.integrations.huggingface.expert_names import expert_source
 from thunder_moe.integrations.huggingface.experts import NVFP4Experts
@@ -32,7 +33,6 @@ from thunder_moe.integrations.huggingface.gathering import (
 )
 from thunder_moe.integrations.huggingface.quantizer import METHOD, NVFP4CheckpointQuantizer
 from thunder_moe.integrations.huggingface.sharding import refuse_part, require_available
-from thunder_moe.lora import lora_linears, stored_adapters
 from thunder_moe.nn.linear import NVFP4Linear, NVFP4LinearPart, NVFP4LinearStack
 
 try:

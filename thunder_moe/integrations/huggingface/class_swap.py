@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from thunder_moe.integrations.huggingface.accelerate_hooks import unhooked
+from thunder_moe.quantization.accelerate_hooks import unhooked
 
 __all__ = ["OtherForward"]
 

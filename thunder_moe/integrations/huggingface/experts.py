@@ -17,11 +17,9 @@ import torch
 from torch import Tensor, nn
 
 from thunder_moe.checkpoint.part import WHOLE, ExpertsPart
-from thunder_moe.families import weight_key
 from thunder_moe.formats.block_format import NVFP4
 from thunder_moe.formats.gate_up import deinterleave, interleave
 from thunder_moe.formats.weight import PackedWeight
-from thunder_moe.integrations.huggingface.accelerate_hooks import HOOK_ATTRIBUTES, hook_alike
 from thunder_moe.integrations.huggingface.forms import (
     SHAPES_THE_FORM,
     ExpertsForm,
@@ -39,7 +37,9 @@ from thunder_moe.nn.autocast import autocast_rows
 from thunder_moe.nn.lora import LoRALinear, NVFP4LoRAGroupedLinear
 from thunder_moe.nn.quantized import calls_only_its_class
 from thunder_moe.ops.operator import operator_for
-from thunder_moe.replaceable import has_own_forward
+from thunder_moe.quantization.accelerate_hooks import HOOK_ATTRIBUTES, hook_alike
+from thunder_moe.quantization.families import weight_key
+from thunder_moe.quantization.replaceable import has_own_forward
 
 if TYPE_CHECKING:
     from thunder_moe.integrations.huggingface.routers import RowOrders

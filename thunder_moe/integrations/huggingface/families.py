@@ -1,5 +1,5 @@
 """The expert families of transformers' models: their experts interface, and Llama 4's layer, which has to route.
-Called by quantization through thunder_moe.families, and by quantizer; calls experts and forms, and llama4 where needed.
+Called by quantization through its families, and by quantizer; calls experts and forms, and llama4 where needed.
 """
 
 from __future__ import annotations
@@ -8,11 +8,11 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from thunder_moe.families import ExpertFamily, Quantization
 from thunder_moe.integrations.huggingface.experts import NVFP4Experts, expert_weights, quantized_experts
 from thunder_moe.integrations.huggingface.forms import form_of, has_experts, not_plain_experts, stored_weights
 from thunder_moe.integrations.huggingface.routers import RowOrders, fuse_routers, restore_routers
 from thunder_moe.integrations.huggingface.sharded_forward import sharding_of
+from thunder_moe.quantization.families import ExpertFamily, Quantization
 
 __all__ = ["FAMILIES", "Llama4Experts", "TransformersExperts", "put_experts"]
 

@@ -26,7 +26,7 @@ from thunder_moe.integrations.huggingface.known_code import (
 )
 from thunder_moe.integrations.huggingface.sharded_forward import sharding_of
 from thunder_moe.nn import NVFP4GroupedLinear
-from thunder_moe.replaceable import has_own_forward, impure, not_plain
+from thunder_moe.quantization.replaceable import has_own_forward, impure, not_plain
 
 __all__ = [
     "GATES",

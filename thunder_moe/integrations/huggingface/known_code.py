@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import nn
 
-from thunder_moe.replaceable import has_own_forward
+from thunder_moe.quantization.replaceable import has_own_forward
 
 __all__ = ["NEWEST", "key", "names", "origin", "runs_class_forward", "tell", "unknown_version"]
 

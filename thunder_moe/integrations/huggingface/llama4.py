@@ -16,7 +16,7 @@ from thunder_moe.integrations.huggingface.routers import RowOrders, is_one_opera
 from thunder_moe.nn import Llama4MoE, Llama4MoEConfig
 from thunder_moe.nn.quantized import calls_only_its_class
 from thunder_moe.ops import router as _router  # noqa: F401  (registers the operator)
-from thunder_moe.replaceable import has_hook, has_own_forward
+from thunder_moe.quantization.replaceable import has_hook, has_own_forward
 
 try:
     from transformers.models.llama4.modeling_llama4 import Llama4Router, Llama4TextMoe

@@ -1,5 +1,5 @@
 """Make PeftModels whose 4-bit experts and dense layers have adapters, too: `get_peft_model` and `load_peft_model`.
-Called by users, Trainer and TRL; calls thunder_moe.lora for what is 4-bit, PEFT for all else, lora_files for the files.
+Called by users, Trainer and TRL; calls finetune.lora for what is 4-bit, PEFT for all else, lora_files for the files.
 
 config -> the 4-bit linears that it names get `add_lora_` -> PEFT gets what is left of it -> one PeftModel
 """
@@ -22,6 +22,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from thunder_moe.finetune.lora import add_by_name_, is_dense, lora_linears, scaling_of, use_lora_
 from thunder_moe.integrations.huggingface.lora_files import (
     CONFIG,
     FOREIGN,
@@ -38,7 +39,6 @@ from thunder_moe.integrations.huggingface.lora_files import (
     write_adapter,
 )
 from thunder_moe.integrations.huggingface.lora_targets import Target, is_named, is_of_4_bits, targets
-from thunder_moe.lora import add_by_name_, is_dense, lora_linears, scaling_of, use_lora_
 from thunder_moe.nn.lora import LoRASpec
 from thunder_moe.nn.packed import NVFP4Module
 

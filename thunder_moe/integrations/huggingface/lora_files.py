@@ -1,5 +1,5 @@
 """Read and write PEFT's adapter files of 4-bit experts and dense layers, for PEFT and for vLLM.
-Called by huggingface.lora and users; calls thunder_moe.lora. It needs neither PEFT nor its classes.
+Called by huggingface.lora and users; calls thunder_moe.finetune.lora. It needs neither PEFT nor its classes.
 
     as PEFT        <experts>[.base_layer].lora_A.weight (E * r, K), .lora_B.weight (N, r * E): target_parameters;
                    a dense layer likewise, with E = 1
@@ -25,11 +25,11 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from thunder_moe.checkpoint.files import read_json
+from thunder_moe.finetune.lora import DTYPES, add_by_name_, freeze_others_, lora_linears, refuse_merged, use_lora_
 from thunder_moe.formats.gate_up import deinterleave, interleave
 from thunder_moe.integrations.huggingface.expert_names import expert_source
 from thunder_moe.integrations.huggingface.lora_targets import PREFIX, Target, blocks_of, is_named, place_of, targets
 from thunder_moe.integrations.huggingface.sharding import refuse_part
-from thunder_moe.lora import DTYPES, add_by_name_, freeze_others_, lora_linears, refuse_merged, use_lora_
 from thunder_moe.nn.lora import LoRALinear, LoRASpec
 
 __all__ = [

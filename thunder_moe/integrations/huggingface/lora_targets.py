@@ -10,8 +10,8 @@ from typing import Any
 
 from torch import nn
 
+from thunder_moe.finetune.lora import is_dense, lora_linears
 from thunder_moe.integrations.huggingface.experts import NVFP4Experts
-from thunder_moe.lora import is_dense, lora_linears
 
 __all__ = ["PREFIX", "Target", "blocks_of", "is_named", "is_of_4_bits", "place_of", "refuse_left_out", "targets"]
 

@@ -1,5 +1,5 @@
 """Switch, disable, delete, merge or refuse adapters of 4-bit layers when PEFT does so to its own.
-Called by PeftModels of huggingface.lora, whose methods call the LoraModel's; calls thunder_moe.lora and lora_merge.
+Called by PeftModels of huggingface.lora, whose methods call the LoraModel's; calls finetune.lora and finetune.merge.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from typing import Any
 from peft import LoraModel
 from torch import nn
 
-from thunder_moe.lora import lora_linears, lora_parameters, refuse_merged, remove_lora_, use_lora_
-from thunder_moe.lora_merge import merge_lora_
+from thunder_moe.finetune.lora import lora_linears, lora_parameters, refuse_merged, remove_lora_, use_lora_
+from thunder_moe.finetune.merge import merge_lora_
 
 __all__ = ["TunerWithExperts", "kept_", "names_of", "refuse_changed"]
 

@@ -19,9 +19,6 @@ import torch
 from torch import Tensor, nn
 
 from thunder_moe.checkpoint.files import read_headers, require_inside
-from thunder_moe.choose import choose_modules, not_finite
-from thunder_moe.dense_linears import DenseLinears
-from thunder_moe.families import ExpertFamily, Quantization
 from thunder_moe.formats.registry import FORMATS
 from thunder_moe.integrations.huggingface.experts import NVFP4Experts, pack_ahead
 from thunder_moe.integrations.huggingface.families import TransformersExperts
@@ -33,7 +30,10 @@ from thunder_moe.integrations.huggingface.sharded_forward import local_of, shard
 from thunder_moe.integrations.huggingface.sharding import refuse_parallel
 from thunder_moe.nn.linear import NVFP4LinearPart
 from thunder_moe.nn.packed import NVFP4Module
-from thunder_moe.plan import Place, replace_module
+from thunder_moe.quantization.choose import choose_modules, not_finite
+from thunder_moe.quantization.dense_linears import DenseLinears
+from thunder_moe.quantization.families import ExpertFamily, Quantization
+from thunder_moe.quantization.plan import Place, replace_module
 
 try:
     from transformers.core_model_loading import ConversionOps

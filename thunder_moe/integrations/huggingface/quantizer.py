@@ -22,8 +22,8 @@ from torch import Tensor, nn
 from thunder_moe.checkpoint import Checkpoint, ExpertsLayout
 from thunder_moe.checkpoint.formats.compressed_tensors import COMPRESSED_TENSORS
 from thunder_moe.checkpoint.formats.registry import check_quantization
-from thunder_moe.dense_linears import join_read_together
 from thunder_moe.dense_names import is_read_by_code
+from thunder_moe.finetune.lora import restore_adapters_
 from thunder_moe.formats.block_format import NVFP4, BlockFormat
 from thunder_moe.formats.weight import WEIGHTS, PackedWeight
 from thunder_moe.integrations.huggingface import attention, implementation  # noqa: F401  (entries in transformers)
@@ -43,10 +43,10 @@ from thunder_moe.integrations.huggingface.sharding import (
     refuse_part,
 )
 from thunder_moe.kernels.select import lay_out
-from thunder_moe.lora import restore_adapters_
 from thunder_moe.nn import NVFP4Linear
 from thunder_moe.progress import progress_bar
-from thunder_moe.replaceable import has_own_forward
+from thunder_moe.quantization.dense_linears import join_read_together
+from thunder_moe.quantization.replaceable import has_own_forward
 
 try:
     from transformers.conversion_mapping import get_model_conversion_mapping
@@ -78,7 +78,7 @@ METHOD = "thunder_moe"
 _WAITING = "_thunder_moe_weight"
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")  # of a layer, in a module's name
 _NOT_WEIGHTS = r"\.((input|input_global|k|v|weight_global)_scale|weight_scale(_inv|_2)?)$"
-_ADAPTERS = r"\.lora_([AB]\.[^.]+|specs)$"  # of thunder_moe.lora.stored_adapters
+_ADAPTERS = r"\.lora_([AB]\.[^.]+|specs)$"  # of thunder_moe.finetune.lora.stored_adapters
 
 
 class NVFP4CheckpointConfig(QuantizationConfigMixin):

@@ -20,7 +20,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from thunder_moe.integrations.huggingface.accelerate_hooks import HOOK_ATTRIBUTES
 from thunder_moe.integrations.huggingface.class_swap import OtherForward
 from thunder_moe.integrations.huggingface.known_code import key, runs_class_forward, tell, unknown_version
 from thunder_moe.integrations.huggingface.router_table import ROUTERS, RouterKind
@@ -28,6 +27,7 @@ from thunder_moe.nn.autocast import autocast_dtype
 from thunder_moe.nn.linear import traced_by_thunder
 from thunder_moe.ops import router as _router  # noqa: F401  (registers the operator)
 from thunder_moe.ops.operator import operator_for
+from thunder_moe.quantization.accelerate_hooks import HOOK_ATTRIBUTES
 from thunder_moe.routing import LINEAR_ROUTER_TOKENS, RouterForm
 
 __all__ = [

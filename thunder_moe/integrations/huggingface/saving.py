@@ -24,10 +24,10 @@ from torch.nn.utils import parametrize
 
 from thunder_moe.checkpoint.files import INDEX_NAME
 from thunder_moe.checkpoint.writer import MAX_SHARD_SIZE
+from thunder_moe.finetune.lora import lora_linears
+from thunder_moe.finetune.qat import FakeQuantize
 from thunder_moe.integrations.huggingface.lora_targets import refuse_left_out
-from thunder_moe.lora import lora_linears
 from thunder_moe.nn.packed import NVFP4Module
-from thunder_moe.qat import FakeQuantize
 from thunder_moe.scratch import lock, remove_leftovers, scratch_directory
 
 try:
@@ -71,7 +71,7 @@ class SavesNVFP4(HfQuantizer):
         return True
 
     def _dequantize(self, model: Any, dtype: torch.dtype | None = None) -> Any:
-        from thunder_moe.quantization import dequantize_
+        from thunder_moe.quantization.quantize import dequantize_
 
         return dequantize_(model).to(dtype)
 
@@ -206,7 +206,7 @@ class QuantizedModel:
         Raises:
             ValueError: the head is 4-bit and cannot be replaced (the message says why). The model is unchanged then.
         """
-        from thunder_moe.quantization import dequantize_with_
+        from thunder_moe.quantization.quantize import dequantize_with_
 
         resize = super().resize_token_embeddings  # type: ignore[misc]
         head, embeddings = self.get_output_embeddings(), self.get_input_embeddings()
@@ -267,7 +267,7 @@ class QuantizedModel:
 
     def dequantize(self: Any, dtype: torch.dtype | None = None) -> Any:
         """`dequantize_` of this model, which is a plain one of transformers afterwards; in `dtype` if given."""
-        from thunder_moe.quantization import dequantize_
+        from thunder_moe.quantization.quantize import dequantize_
 
         model = dequantize_(self)
         return model if dtype is None else model.to(dtype)

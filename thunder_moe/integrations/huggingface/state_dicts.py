@@ -27,13 +27,13 @@ from thunder_moe.checkpoint.experts import ExpertsLayout, ExpertWeights
 from thunder_moe.checkpoint.files import TensorInfo
 from thunder_moe.checkpoint.formats.modelopt import MODELOPT
 from thunder_moe.checkpoint.modules import sort_modules
+from thunder_moe.finetune.lora import stored_adapters
 from thunder_moe.formats.mxfp8 import MAX_SCALE
 from thunder_moe.formats.weight import NVFP4Weight, PackedWeight
 from thunder_moe.integrations.huggingface.checkpoint import expert_sources, linear_source
 from thunder_moe.integrations.huggingface.experts import NVFP4Experts
 from thunder_moe.integrations.huggingface.sharding import refuse_part
 from thunder_moe.kernels.select import lay_out
-from thunder_moe.lora import stored_adapters
 from thunder_moe.nn.linear import NVFP4Linear, NVFP4LinearPart, NVFP4LinearStack
 from thunder_moe.nn.packed import NVFP4Module
 

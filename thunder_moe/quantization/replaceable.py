@@ -12,15 +12,9 @@ from typing import Any
 from torch import nn
 from torch.nn.utils import parametrize
 
-from thunder_moe.nn import (
-    GroupedLinear,
-    GroupedMLP,
-    GroupedSwiGLU,
-    NVFP4GroupedLinear,
-    NVFP4GroupedMLP,
-    NVFP4GroupedSwiGLU,
-)
+from thunder_moe.nn import GroupedLinear, GroupedSwiGLU, NVFP4GroupedLinear, NVFP4GroupedSwiGLU
 from thunder_moe.nn.lora import LoRALinear, NVFP4LoRAGroupedLinear
+from thunder_moe.training import GroupedMLP, NVFP4GroupedMLP
 
 __all__ = ["has_hook", "has_own_forward", "impure", "not_plain", "wrapped"]
 

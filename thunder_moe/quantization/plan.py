@@ -16,11 +16,11 @@ from weakref import WeakKeyDictionary, WeakSet
 import torch
 from torch import Tensor, nn
 
-from thunder_moe.dense_linears import is_dense_layer
-from thunder_moe.families import ExpertFamily, Quantization, families_of
 from thunder_moe.formats.block_format import BLOCK_FORMATS, NVFP4
 from thunder_moe.formats.checks import require_module
 from thunder_moe.progress import progress_bar
+from thunder_moe.quantization.dense_linears import is_dense_layer
+from thunder_moe.quantization.families import ExpertFamily, Quantization, families_of
 
 __all__ = ["Chosen", "Left", "Place", "PlannedModule", "QuantizationPlan", "exclusive", "replace_module", "swap"]
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from thunder_moe.sensitivity.measure import WIDE, BlockLoss, Sensitivity
+from thunder_moe.tools.sensitivity.measure import WIDE, BlockLoss, Sensitivity
 
 __all__ = ["Choice", "choose_formats"]
 

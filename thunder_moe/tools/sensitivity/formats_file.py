@@ -17,7 +17,7 @@ from torch import nn
 
 from thunder_moe.checkpoint.writer import write_json
 from thunder_moe.formats.registry import FORMATS
-from thunder_moe.sensitivity.measure import WIDE, BlockLoss, Sensitivity
+from thunder_moe.tools.sensitivity.measure import WIDE, BlockLoss, Sensitivity
 
 __all__ = ["format_of_path", "load_formats", "read_formats", "read_sensitivity", "write"]
 

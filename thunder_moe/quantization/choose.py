@@ -1,6 +1,6 @@
 """Chooses the modules that a conversion of a model replaces, by the options, and checks them ahead of any change.
-Called by quantization, qat, sensitivity and integrations.huggingface.on_load; loops over the families of
-thunder_moe.families and dense_linears; calls selection for the options, replaceable for what wraps modules.
+Called by quantization, qat, sensitivity and integrations.huggingface.on_load; loops over families
+and dense_linears; calls selection for the options, replaceable for what wraps modules.
 """
 
 from __future__ import annotations
@@ -14,9 +14,6 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-from thunder_moe import grouped_experts
-from thunder_moe.dense_linears import DenseLinears, is_dense_layer
-from thunder_moe.families import ExpertFamily, Quantization, families_of, register
 from thunder_moe.formats.block_format import BLOCK_FORMATS, NVFP4, BlockFormat
 from thunder_moe.formats.checks import require_module
 from thunder_moe.formats.layouts import layout_fits
@@ -24,8 +21,11 @@ from thunder_moe.formats.nvfp4 import WEIGHT_DTYPES
 from thunder_moe.formats.registry import FORMATS, check_scale_search, find_format
 from thunder_moe.kernels.select import quantize, quantize_to
 from thunder_moe.nn import MODULE_LAYOUTS
-from thunder_moe.plan import Chosen, Left, Place, QuantizationPlan
-from thunder_moe.replaceable import wrapped
+from thunder_moe.quantization import grouped_experts
+from thunder_moe.quantization.dense_linears import DenseLinears, is_dense_layer
+from thunder_moe.quantization.families import ExpertFamily, Quantization, families_of, register
+from thunder_moe.quantization.plan import Chosen, Left, Place, QuantizationPlan
+from thunder_moe.quantization.replaceable import wrapped
 from thunder_moe.selection import Format, Names, Patterns, Selection, Selector, check_patterns, format_function, select
 
 __all__ = [

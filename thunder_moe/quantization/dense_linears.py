@@ -26,16 +26,16 @@ from thunder_moe.dense_names import (
     read_together,
     sharing_scale,
 )
-from thunder_moe.families import ExpertFamily, Quantization, weight_key
 from thunder_moe.formats.block_format import BLOCK_FORMATS, NVFP4, BlockFormat
 from thunder_moe.formats.layouts import LINEAR
 from thunder_moe.formats.nvfp4 import WEIGHT_DTYPES
 from thunder_moe.formats.weight import NVFP4Weight, PackedWeight
-from thunder_moe.integrations.huggingface.accelerate_hooks import hook_alike
 from thunder_moe.kernels.dense import SlowerFrom, slower_from, why_slower
 from thunder_moe.kernels.select import lay_out, preferred_layout
 from thunder_moe.nn.linear import NVFP4Linear, NVFP4LinearPart, NVFP4LinearStack, stacked_bias
-from thunder_moe.replaceable import has_own_forward, impure
+from thunder_moe.quantization.accelerate_hooks import hook_alike
+from thunder_moe.quantization.families import ExpertFamily, Quantization, weight_key
+from thunder_moe.quantization.replaceable import has_own_forward, impure
 from thunder_moe.selection import shortened
 
 __all__ = ["DenseLinears", "is_dense_layer", "join_read_together"]

@@ -15,14 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from thunder_moe.formats.checks import require_module
-from thunder_moe.nn import (
-    GroupedLinear,
-    GroupedMLP,
-    NVFP4GroupedLinear,
-    NVFP4GroupedMLP,
-    NVFP4GroupedSwiGLU,
-    ScaledSwiGLU,
-)
+from thunder_moe.nn import GroupedLinear, NVFP4GroupedLinear, NVFP4GroupedSwiGLU
 from thunder_moe.nn.linear import NVFP4Linear, NVFP4LinearPart, NVFP4LinearStack
 from thunder_moe.nn.lora import (
     LoRAGroupedLinear,
@@ -33,8 +26,9 @@ from thunder_moe.nn.lora import (
     NVFP4LoRALinearPart,
     read_record,
 )
-from thunder_moe.replaceable import has_hook, has_own_forward, impure
+from thunder_moe.quantization.replaceable import has_hook, has_own_forward, impure
 from thunder_moe.selection import Names, Selection, Selector, require_matches, select
+from thunder_moe.training import GroupedMLP, NVFP4GroupedMLP, ScaledSwiGLU
 
 __all__ = [
     "DTYPES",
@@ -442,7 +436,7 @@ def set_class(module: nn.Module, cls: type[nn.Module]) -> None:
     if not has_hook(module):
         module.__class__ = cls
         return
-    from thunder_moe.integrations.huggingface.accelerate_hooks import unhooked
+    from thunder_moe.quantization.accelerate_hooks import unhooked
 
     with unhooked(module):
         module.__class__ = cls

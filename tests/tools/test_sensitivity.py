@@ -19,9 +19,9 @@ from transformers import AutoModelForCausalLM
 
 from thunder_moe import load_checkpoint, quantize_
 from thunder_moe.__main__ import main
-from thunder_moe.sensitivity import BlockLoss, Sensitivity, choose_formats, load_formats, measure_sensitivity
-from thunder_moe.sensitivity.formats_file import format_of_path, read_sensitivity, write
-from thunder_moe.sensitivity.measure import WIDE
+from thunder_moe.tools.sensitivity import BlockLoss, Sensitivity, choose_formats, load_formats, measure_sensitivity
+from thunder_moe.tools.sensitivity.formats_file import format_of_path, read_sensitivity, write
+from thunder_moe.tools.sensitivity.measure import WIDE
 
 NAMES = ["model.layers.0.mlp.experts", "model.layers.1.mlp.experts"]
 

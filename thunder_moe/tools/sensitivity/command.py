@@ -9,10 +9,10 @@ import os
 from math import isfinite
 from pathlib import Path
 
-from thunder_moe.sensitivity.budget import Choice, choose_formats
-from thunder_moe.sensitivity.formats_file import read_sensitivity, write
-from thunder_moe.sensitivity.measure import WIDE, measure_choice, measure_sensitivity
-from thunder_moe.sensitivity.report import plot, require_matplotlib, table
+from thunder_moe.tools.sensitivity.budget import Choice, choose_formats
+from thunder_moe.tools.sensitivity.formats_file import read_sensitivity, write
+from thunder_moe.tools.sensitivity.measure import WIDE, measure_choice, measure_sensitivity
+from thunder_moe.tools.sensitivity.report import plot, require_matplotlib, table
 
 __all__ = ["run"]
 

@@ -12,14 +12,14 @@ from torch import nn
 
 from thunder_moe import dequantize_, quantize_
 from thunder_moe.dense_names import READ_TOGETHER_BY
-from thunder_moe.lora import (
+from thunder_moe.finetune.lora import (
     add_lora_,
     lora_linears,
     lora_parameters,
     remove_lora_,
     use_lora_,
 )
-from thunder_moe.lora_merge import merge_lora_, unmerge_lora_
+from thunder_moe.finetune.merge import merge_lora_, unmerge_lora_
 from thunder_moe.nn.linear import NVFP4Linear, NVFP4LinearPart
 
 H = 64

@@ -22,8 +22,8 @@ from thunder_moe import (
     prepare_qat_,
     quantize_,
 )
+from thunder_moe.finetune.qat import FakeQuantize
 from thunder_moe.formats.nvfp4 import dequantize, quantize
-from thunder_moe.qat import FakeQuantize
 
 OFFSETS = torch.tensor([3, 3, 8, 12], dtype=torch.int32)
 

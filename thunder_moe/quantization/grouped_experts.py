@@ -12,18 +12,12 @@ from weakref import WeakSet
 
 from torch import Tensor, nn
 
-from thunder_moe.families import ExpertFamily, Quantization, weight_key
 from thunder_moe.formats.weight import PackedWeight
 from thunder_moe.kernels.select import lay_out
-from thunder_moe.nn import (
-    GroupedLinear,
-    GroupedMLP,
-    GroupedSwiGLU,
-    NVFP4GroupedLinear,
-    NVFP4GroupedMLP,
-    NVFP4GroupedSwiGLU,
-)
-from thunder_moe.replaceable import not_plain
+from thunder_moe.nn import GroupedLinear, GroupedSwiGLU, NVFP4GroupedLinear, NVFP4GroupedSwiGLU
+from thunder_moe.quantization.families import ExpertFamily, Quantization, weight_key
+from thunder_moe.quantization.replaceable import not_plain
+from thunder_moe.training import GroupedMLP, NVFP4GroupedMLP
 
 __all__ = ["FAMILIES", "GroupedExperts"]
 

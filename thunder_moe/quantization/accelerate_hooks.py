@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 from torch import nn
 
-from thunder_moe.replaceable import has_hook
+from thunder_moe.quantization.replaceable import has_hook
 
 __all__ = ["HOOK_ATTRIBUTES", "hook_alike", "unhooked"]
 

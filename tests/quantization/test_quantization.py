@@ -21,14 +21,13 @@ from thunder_moe import (
     NVFP4GroupedLinear,
     NVFP4GroupedSwiGLU,
     dequantize_,
-    families,
-    plan,
     quantize_,
     to_layout_,
 )
 from thunder_moe.formats.nvfp4 import dequantize, quantize
-from thunder_moe.grouped_experts import GroupedExperts
 from thunder_moe.nn import MODULE_LAYOUTS
+from thunder_moe.quantization import families, plan
+from thunder_moe.quantization.grouped_experts import GroupedExperts
 
 BF16 = torch.bfloat16
 
@@ -95,7 +94,7 @@ def test_frees_the_16_bit_weights_module_by_module(monkeypatch):
 
 THEIR_FAMILIES = """
 from torch import nn
-from thunder_moe.families import ExpertFamily
+from thunder_moe.quantization.families import ExpertFamily
 
 class Family(ExpertFamily):
     description = "theirs"

@@ -15,9 +15,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from thunder_moe.choose import choose_modules
 from thunder_moe.formats.registry import FORMATS, NumberFormat
 from thunder_moe.progress import progress_bar
+from thunder_moe.quantization.choose import choose_modules
 from thunder_moe.selection import Patterns, Selection
 
 __all__ = ["WIDE", "BlockLoss", "Sensitivity", "measure_choice", "measure_sensitivity"]

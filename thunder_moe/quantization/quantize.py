@@ -12,7 +12,11 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from thunder_moe.choose import (
+from thunder_moe.formats.checks import require_module
+from thunder_moe.kernels.select import lay_out, resolve_layout
+from thunder_moe.nn.packed import NVFP4Module
+from thunder_moe.nn.snapshot import replacing
+from thunder_moe.quantization.choose import (
     choose_modules,
     choose_or_leave,
     refuse_root,
@@ -21,14 +25,10 @@ from thunder_moe.choose import (
     require_layout,
     walk,
 )
-from thunder_moe.dense_linears import DenseLinears
-from thunder_moe.families import ExpertFamily, families_of
-from thunder_moe.formats.checks import require_module
-from thunder_moe.kernels.select import lay_out, resolve_layout
-from thunder_moe.nn.packed import NVFP4Module
-from thunder_moe.nn.snapshot import replacing
-from thunder_moe.plan import Chosen, Left, Place, QuantizationPlan, exclusive, swap
-from thunder_moe.replaceable import has_hook, wrapped
+from thunder_moe.quantization.dense_linears import DenseLinears
+from thunder_moe.quantization.families import ExpertFamily, families_of
+from thunder_moe.quantization.plan import Chosen, Left, Place, QuantizationPlan, exclusive, swap
+from thunder_moe.quantization.replaceable import has_hook, wrapped
 from thunder_moe.selection import Format, Patterns, Selection
 
 __all__ = ["dequantize_", "dequantize_with_", "plan_quantization", "quantize_", "to_layout_"]

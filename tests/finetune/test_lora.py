@@ -24,14 +24,14 @@ from thunder_moe import (
     quantize_,
     rewrite_report,
 )
-from thunder_moe.lora import (
+from thunder_moe.finetune.lora import (
     add_lora_,
     lora_linears,
     lora_parameters,
     remove_lora_,
     use_lora_,
 )
-from thunder_moe.lora_merge import merge_lora_, unmerge_lora_
+from thunder_moe.finetune.merge import merge_lora_, unmerge_lora_
 from thunder_moe.nn import NVFP4GroupedLinear
 
 E, H, INNER = 4, 48, 32

@@ -2,8 +2,8 @@
 Called by users and the command line; calls its modules. `load_formats` reads a choice for `quantize_`.
 """
 
-from thunder_moe.sensitivity.budget import Choice, choose_formats
-from thunder_moe.sensitivity.formats_file import load_formats
-from thunder_moe.sensitivity.measure import BlockLoss, Sensitivity, measure_sensitivity
+from thunder_moe.tools.sensitivity.budget import Choice, choose_formats
+from thunder_moe.tools.sensitivity.formats_file import load_formats
+from thunder_moe.tools.sensitivity.measure import BlockLoss, Sensitivity, measure_sensitivity
 
 __all__ = ["BlockLoss", "Choice", "Sensitivity", "choose_formats", "load_formats", "measure_sensitivity"]

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor, nn
 
 from thunder_moe.formats.checks import require_type
-from thunder_moe.nn.activations import ScaledSReLU, ScaledSwiGLU
 from thunder_moe.nn.autocast import autocast_rows
 from thunder_moe.nn.expert_states import check_experts
 from thunder_moe.nn.grouped_linear import GroupedLinear, autocast, refuse_traced, require_at_least, run_into
@@ -24,6 +23,7 @@ from thunder_moe.nn.quantized import NVFP4GroupedLinear, calls_only_its_class, i
 from thunder_moe.ops.activation import ActivationForm
 from thunder_moe.ops.grouped_linear import check_row_scale
 from thunder_moe.ops.operator import operator_for
+from thunder_moe.training.activations import ScaledSReLU, ScaledSwiGLU
 
 __all__ = ["GroupedMLP", "NVFP4GroupedMLP", "own_form"]
 

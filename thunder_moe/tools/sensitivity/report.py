@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from thunder_moe.formats.registry import FORMATS
-from thunder_moe.sensitivity.measure import WIDE, Sensitivity
+from thunder_moe.tools.sensitivity.measure import WIDE, Sensitivity
 
 __all__ = ["plot", "require_matplotlib", "table"]
 

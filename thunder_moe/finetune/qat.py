@@ -13,11 +13,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from thunder_moe.choose import choose_experts
-from thunder_moe.families import families_of
 from thunder_moe.formats.checks import require_module
 from thunder_moe.formats.registry import find_format
 from thunder_moe.ops.fake_quantize import fake_quantize, fake_quantize_mxfp8
+from thunder_moe.quantization.choose import choose_experts
+from thunder_moe.quantization.families import families_of
 from thunder_moe.selection import Patterns, Selection
 
 __all__ = ["FakeQuantize", "finish_qat_", "prepare_qat_"]

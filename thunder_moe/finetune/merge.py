@@ -12,11 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from thunder_moe.formats.layouts import LINEAR
-from thunder_moe.formats.registry import dequantize
-from thunder_moe.formats.weight import NVFP4Weight, PackedWeight
-from thunder_moe.kernels.select import lay_out, quantize_to
-from thunder_moe.lora import (
+from thunder_moe.finetune.lora import (
     STATE,
     Model,
     is_adaptable,
@@ -27,10 +23,14 @@ from thunder_moe.lora import (
     strip,
     weight_of,
 )
+from thunder_moe.formats.layouts import LINEAR
+from thunder_moe.formats.registry import dequantize
+from thunder_moe.formats.weight import NVFP4Weight, PackedWeight
+from thunder_moe.kernels.select import lay_out, quantize_to
 from thunder_moe.nn import GroupedLinear
 from thunder_moe.nn.linear import NVFP4LinearPart
 from thunder_moe.nn.lora import LoRADense, LoRAGroupedLinear, LoRALinear, NVFP4LoRAGroupedLinear
-from thunder_moe.quantization import dequantize_with_
+from thunder_moe.quantization.quantize import dequantize_with_
 
 __all__ = ["merge_lora_", "unmerge_lora_"]
 
