@@ -66,10 +66,12 @@ def on_import() -> None:
     elif switch != "0":
         if "torch._dynamo.backends.registry" in sys.modules:
             _add_backend()
-        if sys.modules.get("thunder") is not None:
-            importlib.import_module(_COMPAT).add_plugin()
-        if sys.modules.get("transformers") is not None:
-            with contextlib.suppress(ImportError):  # too old: `register` says so to who asks for it
+        # Too old, or another package of that name: `register` says so to who asks for it.
+        with contextlib.suppress(ImportError):
+            if sys.modules.get("thunder") is not None:
+                importlib.import_module(_COMPAT).add_plugin()
+        with contextlib.suppress(ImportError):
+            if sys.modules.get("transformers") is not None:
                 importlib.import_module(_QUANTIZER)
 
 
