@@ -39,7 +39,7 @@ def register(*packages: str) -> contextlib.ExitStack:
         ValueError: another package.
         ImportError: a package that is named is missing or too old, or an earlier import of Thunder has failed.
     """
-    if unknown := [package for package in packages if package not in _REGISTER]:
+    if unknown := [package for package in packages if package not in tuple(_REGISTER)]:
         raise ValueError(f"packages: got {unknown[0]!r}, wanted some of {tuple(_REGISTER)}")
     undo = contextlib.ExitStack()
     for package in packages or [name for name in _REGISTER if _is_installed(name)]:
