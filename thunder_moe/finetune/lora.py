@@ -26,7 +26,7 @@ from thunder_moe.nn.lora import (
     NVFP4LoRALinearPart,
     read_record,
 )
-from thunder_moe.quantization.replaceable import has_hook, has_own_forward, impure
+from thunder_moe.quantization.replaceable import has_hook, has_own_forward, instance_customization
 from thunder_moe.selection import Names, Selection, Selector, require_matches, select
 from thunder_moe.training import GroupedMLP, NVFP4GroupedMLP, ScaledSwiGLU
 
@@ -305,7 +305,7 @@ def _obstacle(module: Any) -> str | None:
         return f"it is a {type(module).__name__}"
     if vars(module).get("_cut") is not None:  # parallel.shards
         return "parallelize_module has cut its weight over ranks, where adapters are not supported"
-    reason = impure(module)
+    reason = instance_customization(module)
     if reason is None and not has_own_forward(module):
         reason = "its forward is wrapped or replaced"
     if reason is None and (getattr(module, "process_part", None) or (0,))[0]:

@@ -26,7 +26,7 @@ from thunder_moe.integrations.huggingface.known_code import (
 )
 from thunder_moe.integrations.huggingface.sharded_forward import sharding_of
 from thunder_moe.nn import NVFP4GroupedLinear
-from thunder_moe.quantization.replaceable import has_own_forward, impure, not_plain
+from thunder_moe.quantization.replaceable import customization, has_own_forward, instance_customization
 
 __all__ = [
     "GATES",
@@ -147,7 +147,7 @@ def not_plain_experts(module: nn.Module) -> str | None:
     Its forward has to be that of the interface, or of the known class: what a subclass or an instance computes itself
     is not known, nor do hooks survive, except accelerate's.
     """
-    reason = impure(module)
+    reason = instance_customization(module)
     if reason is not None:
         return reason
     sharded = sharding_of(module) is not None
@@ -156,7 +156,7 @@ def not_plain_experts(module: nn.Module) -> str | None:
     if not sharded and not has_own_forward(module):
         return "something (expert parallelism?) has wrapped its forward"
     for name, child in module.named_modules():
-        reason = impure(child) if child is not module else None
+        reason = instance_customization(child) if child is not module else None
         if reason is not None:
             return f"{name}: {reason}"
     if not has_experts(module):
@@ -191,7 +191,7 @@ def _not_plain_nvfp4(module: nn.Module) -> str | None:
         child = module._modules[name]
         if not isinstance(child, NVFP4GroupedLinear):
             return f"its {name} is a {type(child).__name__}, not a NVFP4GroupedLinear"
-        reason = not_plain(child)
+        reason = customization(child)
         if reason is not None:
             return f"{name}: {reason}"
     return None
@@ -274,5 +274,9 @@ def alpha_of(activation: Any) -> float | None:
     """Return a of an activation that is ``x * sigmoid(a * x)``, as SiLU (1.0) is; None for any other."""
     if activation is F.silu:
         return 1.0
-    plain = isinstance(activation, nn.Module) and impure(activation) is None and runs_class_forward(activation)
+    plain = (
+        isinstance(activation, nn.Module)
+        and instance_customization(activation) is None
+        and runs_class_forward(activation)
+    )
     return _ALPHAS.get(key(type(activation))) if plain else None
