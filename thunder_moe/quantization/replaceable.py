@@ -99,7 +99,7 @@ def instance_customization(module: nn.Module) -> str | None:
     `has_own_forward` checks the forward."""
     if parametrize.is_parametrized(module):
         return f"its {_listed(module.parametrizations)} is parametrized"
-    if vars(module).get("_cut") is not None:  # parallel.shards
+    if vars(module).get("_sharding") is not None:  # parallel.shards
         return "its weight is cut over ranks: call it before parallelize_module"
     hooks = {text: None for name, text in _HOOKS.items() if getattr(module, name, None)}
     if hooks:
