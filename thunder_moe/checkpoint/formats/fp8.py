@@ -34,7 +34,7 @@ class FP8:
     alone: bool
 
     def infos(self, module: Module) -> tuple[TensorInfo, TensorInfo]:
-        """The weight and its scale: there, and of dtypes and shapes that fit each other.
+        """Return the weight and its scale: there, and of dtypes and shapes that fit each other.
 
         Raises:
             ValueError: names file and tensor.
@@ -50,7 +50,7 @@ class FP8:
         return weight, scale
 
     def read(self, files: TensorFiles, module: Module, device: torch.device | str) -> torch.Tensor:
-        """The decoded weight, float32, in the shape that the file has.
+        """Return the decoded weight, float32, in the shape that the file has.
 
         Raises:
             ValueError: as `infos`, or a value that is NaN, or a scale that is not finite and positive.

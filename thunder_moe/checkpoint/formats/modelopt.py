@@ -66,7 +66,7 @@ class ModelOpt(NVFP4Format):
                 check_group_size(weights.get("group_size"))
 
     def has_mxfp8(self, quantization: dict[str, Any]) -> bool:
-        """True if a quantization_config names MXFP8, for all weights or those of a layer."""
+        """True if a quantization_config names MXFP8, for all weights or for a layer."""
         layers = subdict(quantization, "quantized_layers")
         algos = [subdict(layers, layer).get("quant_algo") for layer in layers]
         mixed = _is_algo(quantization.get("quant_algo"), MIXED)
@@ -75,7 +75,7 @@ class ModelOpt(NVFP4Format):
     def encode(
         self, path: str, weights: ExpertWeights, layout: ExpertsLayout, *, warns: bool = True
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        """The tensors of a block of experts as ModelOpt names them; reading them back gives the same bits.
+        """Return the tensors of a block of experts as ModelOpt names them; reading them back gives the same bits.
 
         The fused form of ModelOpt has one global scale for all experts. Weights with several are written per expert;
         with biases or alternating rows, where nobody reads that, fused with all their global scales, which only this
@@ -248,7 +248,7 @@ def _encode_fused(
 
 
 def _shared_scale(weight: PackedWeight) -> torch.Tensor | None:
-    """The global scale in as few numbers as hold it: (), or as the weight has it; None where its format has none."""
+    """Return the global scale as () if all its numbers are equal, else in full; None if the format has none."""
     scale = weight.global_scale
     if scale is None:
         return None
@@ -256,7 +256,7 @@ def _shared_scale(weight: PackedWeight) -> torch.Tensor | None:
 
 
 def _algo(form: BlockFormat) -> str:
-    """The word for weights in a number format, with 16-bit activations where there is one."""
+    """Return ModelOpt's quant_algo for weights in a number format, with 16-bit activations if there is one."""
     return MXFP8_ALGO if form is MXFP8 else QUANT_ALGO
 
 
@@ -265,5 +265,5 @@ def _block_size(algo: Any) -> int:
 
 
 def _is_algo(word: Any, *algos: str) -> bool:
-    """True if a config's word is one of these; in lower case, too, as some writers have it."""
+    """True if a quant_algo of a config is one of these, in upper or lower case."""
     return isinstance(word, str) and word.upper() in algos

@@ -29,7 +29,7 @@ def format_of(module: Module) -> CheckpointFormat:
 
 
 def find_quantization(config: dict[str, Any], hf_quant_config: dict[str, Any] | None) -> dict[str, Any] | None:
-    """The quantization_config of a checkpoint, None when it has none.
+    """Return the quantization_config of a checkpoint, None when it has none.
 
     Args:
         config: config.json.
@@ -43,7 +43,7 @@ def find_quantization(config: dict[str, Any], hf_quant_config: dict[str, Any] | 
 
 
 def check_quantization(quantization: dict[str, Any]) -> str:
-    """The method that made a checkpoint's packed weights, a key of `FORMATS`.
+    """Return the method that made a checkpoint's packed weights, a key of `FORMATS`.
 
     Args:
         quantization: its quantization_config.

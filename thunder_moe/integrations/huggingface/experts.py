@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from thunder_moe.checkpoint.part import WHOLE, ExpertsPart
+from thunder_moe.checkpoint.part import UNSHARDED, ExpertsPart
 from thunder_moe.formats.block_format import NVFP4
 from thunder_moe.formats.gate_up import deinterleave, interleave
 from thunder_moe.formats.weight import PackedWeight
@@ -75,7 +75,7 @@ class NVFP4Experts(nn.Module):
     gate_up_bias: nn.Parameter | None
     down_bias: nn.Parameter | None
     row_orders: RowOrders | None = None  # of the layer's router, where that leaves the order of rows for these experts
-    part: ExpertsPart = WHOLE
+    part: ExpertsPart = UNSHARDED
     part_mesh: Any = None
 
     def __init__(
