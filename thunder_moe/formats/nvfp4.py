@@ -72,9 +72,9 @@ def quantize(weight: Tensor, *, scale_search: str | None = None) -> NVFP4Weight:
 
 
 def quantize_unchecked(weight: Tensor, scale_search: str | None = None) -> tuple[NVFP4Weight, Tensor]:
-    """`quantize` without the check of data, and the largest magnitude (E,) of each expert, float32.
+    """Quantize without the check of data; also return the largest magnitude (E,) of each expert, float32.
 
-    Where that is NaN or Inf, the expert's codes and scales are arbitrary.
+    If that is NaN or Inf, the expert's codes and scales are arbitrary.
     """
     check_quantizable(weight, scale_search)
     experts, n, k = weight.shape
@@ -94,14 +94,14 @@ def quantize_unchecked(weight: Tensor, scale_search: str | None = None) -> tuple
 
 
 def require_dense(weight: Tensor) -> None:
-    """Raises the error of `quantize` for what is no dense tensor with data."""
+    """Raises the error of `quantize` for anything but a dense tensor with data."""
     require_type("weight", weight, Tensor, "a tensor (experts, out_features, in_features)")
     dense = weight.layout == torch.strided and not weight.is_meta
     require(dense, "weight", weight, "a dense tensor (torch.strided) that is not on meta")
 
 
 def check_quantizable(weight: Tensor, scale_search: str | None, block_size: int = BLOCK_SIZE) -> None:
-    """Raises the ValueError of `quantize` for what can be seen without data."""
+    """Raises the errors of `quantize` that do not need the data."""
     if scale_search is not None and scale_search not in SCALE_SEARCHES:
         raise ValueError(f"scale_search: got {scale_search!r}, wanted None or one of {SCALE_SEARCHES}")
     require(weight.ndim == 3, "weight", weight, "shape (experts, out_features, in_features)")
@@ -112,21 +112,21 @@ def check_quantizable(weight: Tensor, scale_search: str | None, block_size: int 
 
 
 def expert_amax(weight: Tensor) -> Tensor:
-    """(E, N, K) -> the largest magnitude (E,) of each expert, float32; 0 without rows."""
+    """Return the largest magnitude (E,) of each expert of (E, N, K), float32; 0 without rows."""
     if weight.shape[1] == 0:
         return torch.zeros(weight.shape[0], dtype=torch.float32, device=weight.device)
     return torch.maximum(-weight.amin((1, 2)), weight.amax((1, 2))).float()
 
 
 def check_finite(amax: Tensor) -> None:
-    """Raises the ValueError of `quantize` where the largest magnitude (E,) of an expert is NaN or Inf. Synchronises."""
+    """Raises the ValueError of `quantize` if the largest magnitude (E,) of an expert is NaN or Inf. Synchronises."""
     if not bool(torch.isfinite(amax).all()):
         bad = (~torch.isfinite(amax)).nonzero().flatten().tolist()
         raise ValueError(f"weight: got NaN or Inf in experts {bad[:8]}, wanted finite values")
 
 
 def dequantize(weight: NVFP4Weight, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-    """The 16-bit (or float32) weight that an `NVFP4Weight` stands for.
+    """Return the dequantized weight, 16-bit or float32.
 
     ``(e2m1 * (scale * global_scale)).to(dtype)``, both products in float32.
 

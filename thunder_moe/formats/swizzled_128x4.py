@@ -1,4 +1,4 @@
-"""Layout "swizzled_128x4" of NVFP4 weights: block scales in the order in which Blackwell's tensor cores read them.
+"""Layout "swizzled_128x4" of NVFP4 weights: block scales in the order of Blackwell's tensor cores.
 Called by layouts; calls torch alone.
 
 Legend: E experts, N output features, K input features, S = K // 16 block scales of a row.
@@ -32,7 +32,7 @@ def swizzle_scale(scale: Tensor) -> Tensor:
 
 
 def unswizzle_scale(scale: Tensor, n: int, columns: int) -> Tensor:
-    """The inverse of `swizzle_scale`: drops the padding and gives (E, n, columns)."""
+    """Undo `swizzle_scale`: return the scales (E, n, columns) without padding."""
     experts, n_padded, columns_padded = scale.shape
     tiles = scale.view(torch.uint8).view(experts, n_padded // 128, columns_padded // 4, 32, 4, 4)
     whole = tiles.permute(0, 1, 4, 3, 2, 5).reshape(scale.shape)
