@@ -121,11 +121,11 @@ def measure_sensitivity(
 
 @torch.no_grad()
 def measure_choice(model: nn.Module, windows: Tensor, formats: Mapping[str, str | None]) -> float:
-    """The loss of a model with all of a choice at once. Its weights stay rounded: the model has no other use after.
+    """Return the loss of a model with all formats of a choice. Its weights stay rounded: use another copy afterwards.
 
     Args:
         model: as in `measure_sensitivity`.
-        windows: likewise.
+        windows: as in `measure_sensitivity`.
         formats: name of each block that was measured -> its format, None for 16 bits.
     """
     for name, views in _weights(model, lambda module, name: name in formats, None).items():
@@ -136,7 +136,7 @@ def measure_choice(model: nn.Module, windows: Tensor, formats: Mapping[str, str 
 
 
 def _weights(model: nn.Module, filter: Selection | None, ignore: Patterns | None) -> dict[str, list[Tensor]]:
-    """The weights (E, N, K) of each block, views of the parameters."""
+    """Return the weights (E, N, K) of each block, views of the parameters."""
     chosen = choose_modules(model, filter=filter, ignore=ignore).chosen
     weights: dict[str, list[Tensor]] = {}
     owners: dict[nn.Parameter, str] = {}
@@ -153,7 +153,7 @@ def _weights(model: nn.Module, filter: Selection | None, ignore: Patterns | None
 
 
 def _fitting(views: list[Tensor]) -> list[NumberFormat]:
-    """The formats whose blocks divide all rows."""
+    """Return the formats whose blocks divide all rows."""
     return [format for format in FORMATS.values() if not any(view.shape[-1] % format.block_size for view in views)]
 
 
@@ -177,7 +177,7 @@ def _round(view: Tensor, source: Tensor, format: NumberFormat) -> None:
 
 
 def _packed_bytes(view: Tensor, format: NumberFormat) -> int:
-    """The bytes of codes, scales and global scales of a weight."""
+    """Return the bytes of codes, scales and global scales of a weight."""
     row = torch.zeros(1, 1, view.shape[-1])
     codes, scale, per_expert = (0 if t is None else t.nbytes for t in _parts(format.quantize(row)))
     return view.shape[0] * (view.shape[1] * (codes + scale) + per_expert)
@@ -193,7 +193,7 @@ def _all_bytes(model: nn.Module) -> int:
 
 
 def _losses(model: nn.Module, windows: Tensor, what: str) -> Tensor:
-    """The mean cross-entropy of each window, float64 (W,) on the CPU."""
+    """Return the mean cross-entropy of each window, float64 (W,) on the CPU."""
     device = next(model.parameters()).device
     losses = []
     for window in windows:
