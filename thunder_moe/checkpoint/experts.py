@@ -59,6 +59,6 @@ class ExpertWeights:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all tensors."""
+        """Return the bytes of all tensors."""
         biases = sum(bias.nbytes for bias in (self.gate_up_bias, self.down_bias) if bias is not None)
         return self.gate_up.nbytes + self.down.nbytes + biases

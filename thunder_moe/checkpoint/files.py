@@ -295,7 +295,7 @@ def _header_entry(path: Path, name: str, entry: Any) -> tuple[str, tuple[int, ..
 
 
 def _note_repeats(repeated: list[str], pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Build a JSON object and collect the keys that it repeats, of which json silently takes the last."""
+    """Build a JSON object and collect repeated keys, where json silently takes the last value."""
     found: dict[str, Any] = {}
     for name, value in pairs:
         if name in found:

@@ -186,7 +186,7 @@ class ExpertBlock:
         return range(count)
 
     def layout(self, interleaved: bool) -> ExpertsLayout:
-        """Return the layout in which this block is written.
+        """Return the layout that this block is written in.
 
         Fused experts are written per expert, which all engines read. Alternating rows stay fused, because no engine
         reads them per expert.

@@ -38,7 +38,7 @@ def to_tiled(qdata: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
 
     Scales of a block are [4 warps w][8 g] words. A word is four bytes, the lowest first, rotated left by 7: row g in
     the halves 0 and 1, then row g + 8 in the halves 0 and 1. A byte is the exponent of E8M0 plus 88, the exponent of
-    the bfloat16 that the kernels multiply by. From 167 (2**40) on it is 255 (NaN), so that `from_tiled` loses such scales.
+    the bfloat16 that the kernels multiply by. From 167 (2**40) on it is 255 (NaN): `from_tiled` loses such scales.
     """
     experts, n, k = qdata.shape
     rows, columns = n // _TILE, k // _TILE
@@ -106,6 +106,6 @@ def _shifted_right(word: Tensor, by: int) -> Tensor:
 
 
 def _rotate(word: Tensor, left: int) -> Tensor:
-    """32-bit rotation of int32."""
+    """Rotate int32 left within 32 bits."""
     left %= 32
     return word << left | _shifted_right(word, 32 - left)

@@ -175,7 +175,7 @@ def _dequantize_rows(qdata: Tensor, scale: Tensor, global_scale: Tensor, out: Te
 
 
 def _quantize_rows(rows: Tensor, global_scale: Tensor, search: bool = False) -> tuple[Tensor, Tensor]:
-    """(R, K) and a 0-d global scale -> uint8 (R, K // 2), float8_e4m3fn (R, K // 16)."""
+    """Quantize rows (R, K) with a 0-d global scale to codes uint8 (R, K // 2) and scales float8_e4m3fn (R, K // 16)."""
     blocks = rows.float().reshape(len(rows), -1, BLOCK_SIZE)  # [R, K // 16, 16]
     magnitudes = blocks.abs()
     scale = (magnitudes.amax(-1) / (E2M1_MAX * global_scale)).clamp_max(E4M3_MAX).to(torch.float8_e4m3fn)
@@ -189,7 +189,7 @@ def _quantize_rows(rows: Tensor, global_scale: Tensor, search: bool = False) -> 
 
 
 def _round_magnitudes(magnitudes: Tensor, scale: Tensor, global_scale: Tensor) -> tuple[Tensor, Tensor]:
-    """(R, K // 16, 16) and the scales of its blocks -> codes 0 to 7 as floats, and which blocks are not all zeros."""
+    """Round blocks (R, K // 16, 16) by their scales to codes 0 to 7 as floats; also return which are not zeros."""
     divisor = scale.float() * global_scale
     live = divisor > 0  # a block whose scale is 0 is all zeros, without signs
     scaled = (magnitudes / torch.where(live, divisor, torch.inf)[..., None]).clamp_max_(E2M1_MAX)
@@ -217,7 +217,7 @@ def _least_error_scale(magnitudes: Tensor, scale: Tensor, global_scale: Tensor) 
 
 
 def _sum_of_16(values: Tensor) -> Tensor:
-    """Sums the last dimension, halves first: the same order, and so the same bits, on every device."""
+    """Sum the last dimension, halves first, so that order and bits are the same on every device."""
     for half in (8, 4, 2, 1):
         values = values[..., :half] + values[..., half:]
     return values[..., 0]
@@ -227,10 +227,10 @@ _PAIR_TABLES: dict[torch.device, Tensor] = {}
 
 
 def _pair_table(device: torch.device) -> Tensor:
-    """int32 (256,): the two values of a byte as bfloat16, the low nibble first in memory.
+    """Return int32 (256,), the two values of each byte as bfloat16, the low nibble first in memory.
 
-    Made on the device (a copy from the host would synchronise), and kept unless a CUDA graph is being captured (its
-    memory would belong to the graph).
+    The table is made on the device, because a copy from the host would synchronise. It is kept, but not while a CUDA
+    graph is captured, which would own its memory.
     """
     table = _PAIR_TABLES.get(device)
     if table is None:
@@ -247,7 +247,7 @@ def _pair_table(device: torch.device) -> Tensor:
 
 
 def row_chunks(weight: Tensor | PackedWeight) -> list[slice]:
-    """Slices that cover the N rows of an expert of (E, N, K), of about `_CHUNK_WEIGHTS` weights each."""
+    """Return slices that cover the N rows of an expert of (E, N, K), of about `_CHUNK_WEIGHTS` weights each."""
     _, n, k = weight.shape
     step = max(1, _CHUNK_WEIGHTS.get(weight.device.type, _CHUNK_WEIGHTS["cuda"]) // k)
     return [slice(start, min(start + step, n)) for start in range(0, n, step)]

@@ -13,12 +13,12 @@ __all__ = ["padded", "swizzle_scale", "unswizzle_scale"]
 
 
 def padded(n: int, columns: int) -> tuple[int, int]:
-    """(rows, columns) of block scales, rounded up to whole tiles of 128 rows by 4 columns."""
+    """Return (rows, columns) of block scales, rounded up to whole tiles of 128 rows by 4 columns."""
     return -(-n // 128) * 128, -(-columns // 4) * 4
 
 
 def swizzle_scale(scale: Tensor) -> Tensor:
-    """Block scales (E, N, S) -> (E, N padded to 128, S padded to 4) in tensor-core order, padding zero.
+    """Convert block scales (E, N, S) to (E, N padded to 128, S padded to 4) in tensor-core order, padding zero.
 
     Tiles of 128 rows by 4 scales lie one after the other (along S first); in a tile, row r and column c stand at
     ``(r % 32) * 16 + (r // 32) * 4 + c``: cuBLAS' and CUTLASS' layout for 1D block scaling factors.

@@ -130,7 +130,7 @@ class Exchange:
         raise NotImplementedError
 
     def combine(self, sums: Tensor, sent: Sent) -> Tensor:
-        """Sends the sums (T', H) back and returns those of this rank's tokens, (T, H)."""
+        """Sends the sums (T', H) back, and returns the sums of this rank's tokens (T, H)."""
         return self.finish(self.send_back(sums, sent), sent)
 
     @property

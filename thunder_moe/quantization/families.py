@@ -96,7 +96,7 @@ class ExpertFamily:
         """Raises a TypeError if `put` could not put the converted module into this parent."""
 
     def convert(self, module: nn.Module, run: Quantization) -> nn.Module:
-        """Return the 4-bit form of a module for which `blocker` returned None."""
+        """Return the 4-bit form of a module that has no `blocker`."""
         raise NotImplementedError
 
     def restore(self, module: nn.Module, memo: dict[Any, Any]) -> nn.Module:

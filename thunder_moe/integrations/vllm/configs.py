@@ -59,7 +59,7 @@ class _ModelOpt:
     """Extension of vLLM's class for any of ModelOpt's three forms."""
 
     def get_supported_act_dtypes(self) -> list[torch.dtype]:
-        """Return vLLM's dtypes, and on a CPU float32, with which two programs' tokens are equal but for ties."""
+        """Return vLLM's dtypes, and on a CPU float32: it makes two programs' tokens equal but for ties."""
         dtypes: list[torch.dtype] = super().get_supported_act_dtypes()  # type: ignore[misc]
         return [*dtypes, torch.float32] if current_platform.is_cpu() else dtypes
 

@@ -41,7 +41,7 @@ _KEYS = {NVFP4: kNvfp4Static, MXFP8: kMxfp8Static}
 FUSED_ACTIVATIONS = (MoEActivation.SILU, MoEActivation.SWIGLUOAI, MoEActivation.SWIGLUOAI_UNINTERLEAVE)
 _SEPARATE_ACTIVATIONS = (MoEActivation.GELU, MoEActivation.GELU_TANH)  # vLLM's own kernels between the GEMMs
 SWIGLUOAI_FORM = GLU(alpha=1.702, limit=7.0, up_shift=1.0)  # vLLM's own kernels compute this for every config
-# From 10.0 on vLLM has kernels with 4-bit activations, for which tensor cores exist.
+# From 10.0 on vLLM has kernels with 4-bit activations; those GPUs have tensor cores for them.
 _CAPABILITIES = ((8, 0), (10, 0))
 
 

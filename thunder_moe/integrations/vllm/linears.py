@@ -217,7 +217,7 @@ class ModelOptThunderLinearMethod(_NvFp4Dense, ModelOptLinearMethod):  # type: i
 
 
 class _MxFp8Dense:
-    """The packing of a layer's loaded MXFP8 weight, which has no global scale, and the product with it."""
+    """The packing of a layer's loaded MXFP8 weight, without a global scale, and the product with it."""
 
     layout: str
 

@@ -57,11 +57,11 @@ def load_formats(path: str | Path) -> Callable[[nn.Module, str], str | None]:
 
 
 def read_formats(path: str | Path) -> dict[str, str | None]:
-    """Name of each block -> its format, None for 16 bits.
+    """Return the format of each block by its name, None for 16 bits.
 
     Raises:
-        FileNotFoundError: no such file.
-        ValueError: it is no such file, or one of a run without ``--budget``.
+        FileNotFoundError: the file does not exist.
+        ValueError: it is another file, or the file of a run without ``--budget``.
     """
     content = _read(path, "formats")
     formats = content.get("formats")
@@ -80,12 +80,12 @@ def read_formats(path: str | Path) -> dict[str, str | None]:
 
 
 def format_of_path(formats: dict[str, str | None], path: str) -> str | None:
-    """The format of a block by its path in a checkpoint, whose names before the last may differ from the model's.
+    """Return the format of a block by its path in a checkpoint, whose first names may differ from the model's.
 
-    Found by the same name, or by the same numbers in it and the same last part, where only one is like that.
+    A block is found by the same name, or else by the same numbers and the same last name, if only one block has these.
 
     Raises:
-        KeyError: none is.
+        KeyError: no block is found.
     """
     if path in formats:
         return formats[path]

@@ -1,7 +1,7 @@
-"""The loss of a model with one block of experts at a time in a number format.
+"""Measures the loss of a model with one block of experts at a time in a number format.
 Called by the command line and users; calls choose for the blocks, formats.registry to round their weights.
 
-loss of the 16-bit model -> per block, per format: round its weights in place -> loss -> put the kept weights back
+loss of the 16-bit model -> per block, per format: round its weights in place -> loss -> restore the weights
 """
 
 from __future__ import annotations
@@ -159,19 +159,19 @@ def _fitting(views: list[Tensor]) -> list[NumberFormat]:
 
 @contextmanager
 def _rounded(views: list[Tensor], format: NumberFormat) -> Iterator[None]:
-    """Rounds weights to a format in place; afterwards they are what they were."""
-    kept = [view.clone() for view in views]
+    """Rounds weights to a format in place, and restores them at the end of the block."""
+    originals = [view.clone() for view in views]
     try:
-        for view, source in zip(views, kept, strict=True):
+        for view, source in zip(views, originals, strict=True):
             _round(view, source, format)
         yield
     finally:
-        for view, source in zip(views, kept, strict=True):
+        for view, source in zip(views, originals, strict=True):
             view.copy_(source)
 
 
 def _round(view: Tensor, source: Tensor, format: NumberFormat) -> None:
-    for expert in range(len(view)):  # each has scales of its own, and so little memory is needed
+    for expert in range(len(view)):  # one by one: each has its own scales, and this needs little memory
         packed = format.quantize(source[expert : expert + 1].contiguous())
         view[expert].copy_(format.dequantize(packed, source.dtype)[0])
 
@@ -188,7 +188,7 @@ def _parts(packed: Any) -> tuple[Tensor, Tensor, Tensor | None]:
 
 
 def _all_bytes(model: nn.Module) -> int:
-    """Parameters and buffers, tied ones once."""
+    """Return the bytes of parameters and buffers; tied ones count once."""
     return sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
 
 
