@@ -20,7 +20,7 @@ from torch import Tensor
 
 __all__ = [
     "LINEAR_ROUTER_TOKENS",
-    "RouterForm",
+    "RouterConfig",
     "choose_experts",
     "combine",
     "expert_of_row",
@@ -47,7 +47,7 @@ LINEAR_ROUTER_TOKENS = 3
 
 
 @dataclass(frozen=True)
-class RouterForm:
+class RouterConfig:
     """The computation of scores and choice from a router's logits; the options of `ops.router.moe_router`.
 
     Attributes:
@@ -111,11 +111,11 @@ class RouterForm:
         return sums.clamp_min(self.least_sum) if self.least_sum else sums
 
 
-def choose_experts(logits: Tensor, bias: Tensor | None, form: RouterForm) -> tuple[Tensor, Tensor]:
+def choose_experts(logits: Tensor, bias: Tensor | None, form: RouterConfig) -> tuple[Tensor, Tensor]:
     """Choose experts by logits (T, E) and bias (E,).
 
     Returns:
-        The scores (T, A) of the chosen experts before `RouterForm.weigh`, and their int64 ids (T, A): the best first,
+        The scores (T, A) of the chosen experts before `RouterConfig.weigh`, and their int64 ids (T, A): the best first,
         of equal experts the lower index first. NaN is above all numbers.
     """
     scores = form.scores(logits)
@@ -125,7 +125,7 @@ def choose_experts(logits: Tensor, bias: Tensor | None, form: RouterForm) -> tup
     return scores.gather(-1, ids), ids
 
 
-def _mask_groups(choice: Tensor, form: RouterForm) -> Tensor:
+def _mask_groups(choice: Tensor, form: RouterConfig) -> Tensor:
     """Mask the experts outside of the best groups in the choice (T, E)."""
     groups = choice.unflatten(-1, (form.num_groups, -1))
     group_scores = groups.gather(-1, _top_indices(groups, form.group_best)).sum(-1)  # [T, G]
@@ -142,7 +142,7 @@ def _top_indices(values: Tensor, count: int) -> Tensor:
 
 
 def router(
-    logits: Tensor, bias: Tensor | None, form: RouterForm, dtype: torch.dtype
+    logits: Tensor, bias: Tensor | None, form: RouterConfig, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Compute ops.router.moe_router: scores (T, A) in a dtype, ids int64 (T, A), row_slot, offsets and slot_row."""
     chosen, ids = choose_experts(logits, bias, form)
@@ -163,7 +163,7 @@ def linear_router(
     weight: Tensor,
     linear_bias: Tensor | None,
     bias: Tensor | None,
-    form: RouterForm,
+    form: RouterConfig,
     logits_dtype: torch.dtype,
     dtype: torch.dtype,
     *,
@@ -174,7 +174,7 @@ def linear_router(
     return *choose(logits, bias, form, dtype), logits
 
 
-def router_gradient(grad: Tensor, logits: Tensor, expert_ids: Tensor, form: RouterForm) -> Tensor:
+def router_gradient(grad: Tensor, logits: Tensor, expert_ids: Tensor, form: RouterConfig) -> Tensor:
     """Return the gradient (T, E) of `router`'s logits, for the gradient (T, A) of its scores."""
     scores = form.scores(logits)
     grad_chosen = form.weigh_gradient(grad.to(scores.dtype), scores.gather(-1, expert_ids))

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from thunder_moe.activations import GLU
-from thunder_moe.routing import RouterForm
+from thunder_moe.routing import RouterConfig
 
 __all__ = ["CombineSpec", "DgradSpec", "ExpertsSpec", "GemmSpec", "LinearSpec", "RouterSpec", "Target", "WeightSpec"]
 
@@ -187,7 +187,7 @@ class RouterSpec:
 
     tokens: int
     num_experts: int
-    form: RouterForm
+    form: RouterConfig
     logits: torch.dtype
     bias: torch.dtype | None
     scores: torch.dtype

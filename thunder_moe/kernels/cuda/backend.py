@@ -41,7 +41,7 @@ from thunder_moe.kernels.cuda.operands import aligned, floats, operands_of, targ
 from thunder_moe.kernels.cuda.prepared import DEQUANTIZE, ELEMENTWISE_THREADS, ROUTE, elementwise_blocks
 from thunder_moe.kernels.experts import ExpertsCall, unfused
 from thunder_moe.kernels.slow_paths import to_linear, warn_once
-from thunder_moe.routing import RouterForm, gather_rows
+from thunder_moe.routing import RouterConfig, gather_rows
 
 __all__ = [
     "FORMATS",
@@ -289,7 +289,7 @@ def route(expert_ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]
 
 
 def router(
-    logits: Tensor, bias: Tensor | None, form: RouterForm, dtype: torch.dtype
+    logits: Tensor, bias: Tensor | None, form: RouterConfig, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """(T, E), (E,) -> scores (T, A) in a dtype, ids int64 (T, A), row_slot, offsets and slot_row, as `moe_router`."""
     reason = routers.unserved_reason(logits.shape[1], form)
@@ -308,7 +308,7 @@ def linear_router(
     weight: Tensor,
     linear_bias: Tensor | None,
     bias: Tensor | None,
-    form: RouterForm,
+    form: RouterConfig,
     logits_dtype: torch.dtype,
     dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:

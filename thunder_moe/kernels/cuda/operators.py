@@ -31,7 +31,7 @@ from thunder_moe.kernels.cuda.operands import target
 from thunder_moe.kernels.cuda.plan import plan_gemm
 from thunder_moe.kernels.cuda.prepared import Adapter, ExpertsOperands, Order, Weight
 from thunder_moe.kernels.specs import CombineSpec, DgradSpec, ExpertsSpec, GemmSpec, RouterSpec, WeightSpec
-from thunder_moe.routing import RouterForm
+from thunder_moe.routing import RouterConfig
 
 __all__ = ["attempt", "describe", "explain", "prepare", "run", "unserved_reason"]
 
@@ -156,7 +156,7 @@ def _defaults(name: str) -> dict[str, Any]:
     return {key: value for key, value in found.items() if value not in (inspect.Parameter.empty, MISSING)}
 
 
-_FORMS = {"activation_form": GLU, "router_form": RouterForm}  # what an operator's `**options` make
+_FORMS = {"activation_form": GLU, "router_form": RouterConfig}  # what an operator's `**options` make
 
 
 def _alignment(argument: Any) -> int:
@@ -446,7 +446,7 @@ def _moe_router(call: _Call, *, scores_dtype: torch.dtype | None = None, **route
     _require_floats(logits, bias)
     tokens, experts = logits.shape
     spec = RouterSpec(
-        tokens, experts, RouterForm(**router_form), logits.dtype, _dtype(bias), scores_dtype or logits.dtype,
+        tokens, experts, RouterConfig(**router_form), logits.dtype, _dtype(bias), scores_dtype or logits.dtype,
         target(logits.device),
     )  # fmt: skip
     reason = router.unserved_reason(spec.num_experts, spec.form)
@@ -462,7 +462,7 @@ def _moe_linear_router(
     linear_bias, bias = call.sample(2), call.sample(3)
     _require_contiguous(hidden, weight, linear_bias)
     _require_floats(bias)
-    form, shape = RouterForm(**router_form), (hidden.shape[0], weight.shape[0])
+    form, shape = RouterConfig(**router_form), (hidden.shape[0], weight.shape[0])
     served = router.serves_linear(shape, hidden.shape[1], form, hidden.dtype)
     _require(served, "the linear layer is torch's, the router a kernel behind it")
     spec = RouterSpec(
