@@ -18,7 +18,7 @@ from vllm.model_executor.layers.fused_moe.topk_weight_and_reduce import TopKWeig
 from vllm.model_executor.layers.quantization.utils.quant_utils import kMxfp8Static, kNvfp4Static
 from vllm.platforms import current_platform
 
-from thunder_moe.activations import GLU
+from thunder_moe.activations import SwiGLUConfig
 from thunder_moe.formats.block_format import MXFP8, NVFP4, BlockFormat
 from thunder_moe.formats.weight import WEIGHTS, PackedWeight
 from thunder_moe.integrations.vllm.expert_map import local_ids
@@ -40,7 +40,7 @@ _KEYS = {NVFP4: kNvfp4Static, MXFP8: kMxfp8Static}
 # sort them.
 FUSED_ACTIVATIONS = (MoEActivation.SILU, MoEActivation.SWIGLUOAI, MoEActivation.SWIGLUOAI_UNINTERLEAVE)
 _SEPARATE_ACTIVATIONS = (MoEActivation.GELU, MoEActivation.GELU_TANH)  # vLLM's own kernels between the GEMMs
-SWIGLUOAI_FORM = GLU(alpha=1.702, limit=7.0, up_shift=1.0)  # vLLM's own kernels compute this for every config
+SWIGLUOAI_FORM = SwiGLUConfig(alpha=1.702, limit=7.0, up_shift=1.0)  # vLLM's own kernels compute this for every config
 # From 10.0 on vLLM has kernels with 4-bit activations; those GPUs have tensor cores for them.
 _CAPABILITIES = ((8, 0), (10, 0))
 
@@ -258,13 +258,13 @@ class ThunderExperts(mk.FusedMoEExpertsModular):  # type: ignore[misc]
         self.activation(activation, gated, rows)
         return grouped_operator("f16a_nvfp4weight_grouped_mm_combine", gated, second, offsets, slot_row, weights)
 
-    def _glu(self, activation: MoEActivation) -> GLU:
+    def _glu(self, activation: MoEActivation) -> SwiGLUConfig:
         """Return the activation for our kernels, with the clamp of the model's config."""
         config = self.activation_config
         if activation == MoEActivation.SILU:
-            return GLU(limit=config.clamp_limit)
+            return SwiGLUConfig(limit=config.clamp_limit)
         if activation == MoEActivation.SWIGLUOAI:
             return SWIGLUOAI_FORM
         if config.clamp_limit is None:
             raise ValueError(f"swiglu_limit: got None for activation {activation.value!r}, wanted a number")
-        return GLU(config.alpha, config.clamp_limit, config.beta)
+        return SwiGLUConfig(config.alpha, config.clamp_limit, config.beta)

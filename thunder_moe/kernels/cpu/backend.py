@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from thunder_moe import routing
-from thunder_moe.activations import GLU, SWIGLU
+from thunder_moe.activations import SWIGLU, SwiGLUConfig
 from thunder_moe.formats.block_format import MXFP8, NVFP4, BlockFormat
 from thunder_moe.formats.weight import PackedWeight
 from thunder_moe.kernels import code_cache, host_code
@@ -108,7 +108,7 @@ def grouped_swiglu(
     row_slot: Tensor | None = None,
     slot_scale: Tensor | None = None,
     bias: Tensor | None = None,
-    form: GLU = SWIGLU,
+    form: SwiGLUConfig = SWIGLU,
 ) -> Tensor:
     """Rows (M, K), or tokens (T, K) with row_slot (M,); weight (E, 2I, K) with the gate's rows first -> (M, I)."""
     offsets = offsets.contiguous()

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from thunder_moe.activations import GLU
+from thunder_moe.activations import SwiGLUConfig
 from thunder_moe.formats.block_format import MXFP8, NVFP4, BlockFormat
 from thunder_moe.formats.checks import require
 from thunder_moe.formats.layouts import LINEAR
@@ -156,7 +156,7 @@ def _defaults(name: str) -> dict[str, Any]:
     return {key: value for key, value in found.items() if value not in (inspect.Parameter.empty, MISSING)}
 
 
-_FORMS = {"activation_form": GLU, "router_form": RouterConfig}  # what an operator's `**options` make
+_FORMS = {"activation_form": SwiGLUConfig, "router_form": RouterConfig}  # what an operator's `**options` make
 
 
 def _alignment(argument: Any) -> int:
@@ -261,7 +261,7 @@ def _gemm(
     row_slot: int | None = None,
     slot_scale: int | None = None,
     bias: int | None = None,
-    form: GLU | None = None,
+    form: SwiGLUConfig | None = None,
     transposed: bool = False,
 ) -> tuple[GemmSpec, Callable[..., Address]]:
     """The GEMM of (activation, codes, scale, global_scale, ...), and what appends it to the call's chain.
@@ -326,7 +326,7 @@ def _scaled_mm(call: _Call, *, layout: str = LINEAR, config: GemmConfig | None =
 def _grouped_swiglu(
     call: _Call, *, layout: str = LINEAR, config: GemmConfig | None = None, **activation_form: Any
 ) -> Finish | None:
-    form = GLU(**activation_form)
+    form = SwiGLUConfig(**activation_form)
     return _finished_gemm(call, _gemm(call, layout, config, row_slot=5, slot_scale=6, bias=7, form=form))
 
 
@@ -396,7 +396,7 @@ def _moe_experts(
     tokens, top_k = ids.shape
     spec = ExpertsSpec(
         tokens, top_k, experts, hidden_size, features, x.dtype, ids.dtype, scores.dtype, gate_up_spec, down_spec,
-        GLU(**activation_form), target(x.device), _dtype(biases[0]), _dtype(biases[1]), order[0] is not None,
+        SwiGLUConfig(**activation_form), target(x.device), _dtype(biases[0]), _dtype(biases[1]), order[0] is not None,
         weight_on_input, summed,
     )  # fmt: skip
     live_rows = -(-spec.rows // expert_ranks)
