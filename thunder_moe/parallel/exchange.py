@@ -116,7 +116,7 @@ class Exchange:
         raise NotImplementedError
 
     def send_rows_back(self, rows: Tensor, offsets: Tensor, slot_row: Tensor) -> Tensor:
-        """Adds up the rows of each token, sends the sums, and returns this rank's (T, H); for inference in eager mode.
+        """Adds up the rows of each token and sends the sums, like `send_back`; for plain tensors without gradients.
 
         Args:
             rows: (M, H), the results of the experts.
