@@ -245,13 +245,13 @@ class Live:
 
     def __init__(self, monkeypatch):
         gc.collect()
-        self.peak, self.calls, before, own = 0, 0, live_bytes(), on_load.not_finite
+        self.peak, self.calls, before, own = 0, 0, live_bytes(), on_load.non_finite_problem
 
         def count(*args, **options):
             self.peak, self.calls = max(self.peak, live_bytes() - before), self.calls + 1
             return own(*args, **options)
 
-        monkeypatch.setattr(on_load, "not_finite", count)
+        monkeypatch.setattr(on_load, "non_finite_problem", count)
 
 
 @pytest.mark.parametrize("original", [True, False], ids=["per expert", "fused"])

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from thunder_moe.activations import GLU
+from thunder_moe.activations import SwiGLUConfig
 from thunder_moe.formats.nvfp4 import WEIGHT_DTYPES
 from thunder_moe.integrations.huggingface.known_code import (
     key,
@@ -26,7 +26,7 @@ from thunder_moe.integrations.huggingface.known_code import (
 )
 from thunder_moe.integrations.huggingface.sharded_forward import sharding_of
 from thunder_moe.nn import NVFP4GroupedLinear
-from thunder_moe.quantization.replaceable import has_own_forward, impure, not_plain
+from thunder_moe.quantization.replaceable import customization, has_own_forward, instance_customization
 
 __all__ = [
     "GATES",
@@ -61,14 +61,15 @@ _ALPHAS = {
 
 @dataclass(frozen=True)
 class GateKind:
-    """Describe what a gate computes of (..., 2I): a `GLU`, by attributes of the experts module.
+    """Describe what a gate computes of (..., 2I): a `SwiGLUConfig`, by attributes of the experts module.
 
     Attributes:
         alpha: the value, or the attribute that has it; None for the one of ``act_fn``, if this is an activation that
             `alpha_of` knows.
         limit: the attribute that has it; None without a limit.
-        clamps_output: the limit is one of the activated gate, so that the gate is a `GLU` only if it is infinite.
-        up_shift: as in `GLU`.
+        clamps_output: the limit is one of the activated gate, so that the gate is a `SwiGLUConfig` only if it is
+            infinite.
+        up_shift: as in `SwiGLUConfig`.
         interleaved: gate and up are the even and odd features, not the halves.
     """
 
@@ -78,8 +79,8 @@ class GateKind:
     up_shift: float = 0.0
     interleaved: bool = False
 
-    def form(self, module: Any) -> GLU | None:
-        """Return the `GLU` of an experts module; None where its attributes say that it computes something else."""
+    def form(self, module: Any) -> SwiGLUConfig | None:
+        """Return the `SwiGLUConfig` of an experts module; None if by its attributes it computes something else."""
         alpha: Any = getattr(module, self.alpha, None) if isinstance(self.alpha, str) else self.alpha
         alpha = alpha_of(getattr(module, "act_fn", None)) if self.alpha is None else alpha
         limit: Any = _NO_LIMIT if self.limit is None else getattr(module, self.limit, None)
@@ -87,7 +88,7 @@ class GateKind:
             return None
         if self.clamps_output and limit != _NO_LIMIT:
             return None
-        return GLU(float(alpha), None if limit == _NO_LIMIT else float(limit), self.up_shift)
+        return SwiGLUConfig(float(alpha), None if limit == _NO_LIMIT else float(limit), self.up_shift)
 
 
 _NO_LIMIT = float("inf")
@@ -125,7 +126,7 @@ class ExpertsForm:
     transposed: bool
     interleaved: bool
     weight_on_input: bool
-    swiglu: GLU | None
+    swiglu: SwiGLUConfig | None
     post_norm: bool
 
     def __str__(self) -> str:
@@ -147,7 +148,7 @@ def not_plain_experts(module: nn.Module) -> str | None:
     Its forward has to be that of the interface, or of the known class: what a subclass or an instance computes itself
     is not known, nor do hooks survive, except accelerate's.
     """
-    reason = impure(module)
+    reason = instance_customization(module)
     if reason is not None:
         return reason
     sharded = sharding_of(module) is not None
@@ -156,7 +157,7 @@ def not_plain_experts(module: nn.Module) -> str | None:
     if not sharded and not has_own_forward(module):
         return "something (expert parallelism?) has wrapped its forward"
     for name, child in module.named_modules():
-        reason = impure(child) if child is not module else None
+        reason = instance_customization(child) if child is not module else None
         if reason is not None:
             return f"{name}: {reason}"
     if not has_experts(module):
@@ -191,7 +192,7 @@ def _not_plain_nvfp4(module: nn.Module) -> str | None:
         child = module._modules[name]
         if not isinstance(child, NVFP4GroupedLinear):
             return f"its {name} is a {type(child).__name__}, not a NVFP4GroupedLinear"
-        reason = not_plain(child)
+        reason = customization(child)
         if reason is not None:
             return f"{name}: {reason}"
     return None
@@ -247,7 +248,7 @@ def apply_gate(module: Any, own_class: type, gate_up: Tensor, interleaved: bool)
     return out
 
 
-def fused_gate(module: Any, own_class: type, interleaved: bool) -> GLU | None:
+def fused_gate(module: Any, own_class: type, interleaved: bool) -> SwiGLUConfig | None:
     """Return the form of the gate that `apply_gate` runs, by `GATES`; None for one that is not there.
 
     Args:
@@ -274,5 +275,9 @@ def alpha_of(activation: Any) -> float | None:
     """Return a of an activation that is ``x * sigmoid(a * x)``, as SiLU (1.0) is; None for any other."""
     if activation is F.silu:
         return 1.0
-    plain = isinstance(activation, nn.Module) and impure(activation) is None and runs_class_forward(activation)
+    plain = (
+        isinstance(activation, nn.Module)
+        and instance_customization(activation) is None
+        and runs_class_forward(activation)
+    )
     return _ALPHAS.get(key(type(activation))) if plain else None

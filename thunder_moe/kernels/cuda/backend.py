@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from thunder_moe import routing
-from thunder_moe.activations import GLU, SWIGLU
+from thunder_moe.activations import SWIGLU, SwiGLUConfig
 from thunder_moe.formats.block_format import NVFP4
 from thunder_moe.formats.layouts import LINEAR
 from thunder_moe.formats.tiled_64x64 import scale_table
@@ -41,7 +41,7 @@ from thunder_moe.kernels.cuda.operands import aligned, floats, operands_of, targ
 from thunder_moe.kernels.cuda.prepared import DEQUANTIZE, ELEMENTWISE_THREADS, ROUTE, elementwise_blocks
 from thunder_moe.kernels.experts import ExpertsCall, unfused
 from thunder_moe.kernels.slow_paths import to_linear, warn_once
-from thunder_moe.routing import RouterForm, gather_rows
+from thunder_moe.routing import RouterConfig, gather_rows
 
 __all__ = [
     "FORMATS",
@@ -105,7 +105,7 @@ def grouped_swiglu(
     row_slot: Tensor | None = None,
     slot_scale: Tensor | None = None,
     bias: Tensor | None = None,
-    form: GLU = SWIGLU,
+    form: SwiGLUConfig = SWIGLU,
     *,
     config: GemmConfig | None = None,
 ) -> Tensor:
@@ -247,7 +247,7 @@ def swiglu(
     row_slot: Tensor | None,
     slot_scale: Tensor | None,
     bias: Tensor | None,
-    form: GLU,
+    form: SwiGLUConfig,
 ) -> Tensor:
     """(M, 2I) of a GEMM -> (M, I): times slot_scale, plus bias (E, 2I), then the activation, in float32."""
     rows, features = gate_up.shape[0], gate_up.shape[1] // 2
@@ -289,7 +289,7 @@ def route(expert_ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]
 
 
 def router(
-    logits: Tensor, bias: Tensor | None, form: RouterForm, dtype: torch.dtype
+    logits: Tensor, bias: Tensor | None, form: RouterConfig, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """(T, E), (E,) -> scores (T, A) in a dtype, ids int64 (T, A), row_slot, offsets and slot_row, as `moe_router`."""
     reason = routers.unserved_reason(logits.shape[1], form)
@@ -308,7 +308,7 @@ def linear_router(
     weight: Tensor,
     linear_bias: Tensor | None,
     bias: Tensor | None,
-    form: RouterForm,
+    form: RouterConfig,
     logits_dtype: torch.dtype,
     dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
@@ -408,7 +408,9 @@ def _readable(weight: Packed) -> Packed:
     return weight if weight.layout == TILED else to_linear(weight)
 
 
-def _run(name: str, weight: PackedWeight, config: GemmConfig | None, *args: Any, form: GLU | None = None) -> Tensor:
+def _run(
+    name: str, weight: PackedWeight, config: GemmConfig | None, *args: Any, form: SwiGLUConfig | None = None
+) -> Tensor:
     """The result of an operator of packed weights."""
     options: dict[str, Any] = dict(layout=weight.layout, **({} if form is None else _form_options(form)))
     if config is not None:
@@ -417,7 +419,7 @@ def _run(name: str, weight: PackedWeight, config: GemmConfig | None, *args: Any,
     return result
 
 
-def _form_options(form: GLU) -> dict[str, float | None]:
+def _form_options(form: SwiGLUConfig) -> dict[str, float | None]:
     """The options of an activation as operators have them: a limit of 7, from a config, is 7.0."""
     return {name: None if value is None else float(value) for name, value in vars(form).items()}
 

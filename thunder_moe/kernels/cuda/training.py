@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from thunder_moe.activations import GLU
+from thunder_moe.activations import SwiGLUConfig
 from thunder_moe.formats.checks import require
 from thunder_moe.formats.weight import NVFP4Weight
 from thunder_moe.kernels import training_reference
@@ -252,7 +252,7 @@ def scaled_swiglu(
     scales: Tensor | None = None,
     offsets: Tensor | None = None,
     *,
-    form: GLU,
+    form: SwiGLUConfig,
     interleave: int | None = None,
 ) -> Tensor:
     """(M, 2I) -> (M, I) in y's dtype: the activation, times scales (M,); float32 inside, rounded once."""
@@ -265,7 +265,7 @@ def scaled_swiglu_gradient(
     scales: Tensor | None = None,
     offsets: Tensor | None = None,
     *,
-    form: GLU,
+    form: SwiGLUConfig,
     interleave: int | None = None,
     needs: tuple[bool, bool] = (True, True),
 ) -> tuple[Tensor | None, Tensor | None]:
@@ -275,7 +275,7 @@ def scaled_swiglu_gradient(
 
 
 def swiglu_gradient_and_value(
-    grad: Tensor, y: Tensor, scales: Tensor | None, offsets: Tensor | None, *, form: GLU, needs_scales: bool
+    grad: Tensor, y: Tensor, scales: Tensor | None, offsets: Tensor | None, *, form: SwiGLUConfig, needs_scales: bool
 ) -> tuple[Tensor, Tensor | None, Tensor]:
     """Return the results of `scaled_swiglu_gradient` (for both, or y alone) and of `scaled_swiglu`, in one pass."""
     value = torch.empty_like(grad, dtype=y.dtype, memory_format=torch.contiguous_format)
@@ -354,7 +354,7 @@ class _Input(NamedTuple):
     y: Tensor
     scales: Tensor | None
     offsets: Tensor | None
-    form: GLU | None = None
+    form: SwiGLUConfig | None = None
     interleave: int | None = None
 
     @property

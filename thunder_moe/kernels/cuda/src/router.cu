@@ -1,7 +1,7 @@
 // A router's logits -> scores, expert ids, and the slots t * A + a sorted by expert, stably: one launch for few tokens, else two.
 // Compiled at run time by kernels/cuda/backend.py behind common.cuh; tests/emulator/cuda_emulator.h runs it on a CPU.
 //
-// A warp chooses the experts of a token: lane l has the PER_LANE experts from l * PER_LANE on. What is computed: `RouterForm` of
+// A warp chooses the experts of a token: lane l has the PER_LANE experts from l * PER_LANE on. What is computed: `RouterConfig` of
 // routing.py. Few tokens: router_one_block does all. Else router_choose, whose blocks count the slots of each expert among their
 // tokens, and router_scatter, whose blocks have the same tokens.
 
