@@ -16,12 +16,13 @@ from tiny_models import ARCHITECTURES, OTHERS, tiny_config, tiny_model, tokens
 
 transformers = pytest.importorskip("transformers")
 
-from thunder_moe import ThunderMoeConfig, dense_linears, dequantize_, quantize_  # noqa: E402
+from thunder_moe import ThunderMoeConfig, dequantize_, quantize_  # noqa: E402
 from thunder_moe.formats.nvfp4 import dequantize  # noqa: E402
 from thunder_moe.integrations.huggingface import on_load, sharding  # noqa: E402
 from thunder_moe.integrations.huggingface.experts import NVFP4Experts  # noqa: E402
 from thunder_moe.nn.linear import NVFP4Linear, NVFP4LinearPart  # noqa: E402
 from thunder_moe.nn.packed import NVFP4Module  # noqa: E402
+from thunder_moe.quantization import dense_linears  # noqa: E402
 from thunder_moe.quantization.plan import QuantizationPlan  # noqa: E402
 
 BF16 = torch.bfloat16
