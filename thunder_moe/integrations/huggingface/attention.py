@@ -13,17 +13,11 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import AttentionMaskInterface, causal_mask_function, sdpa_mask
+from transformers.modeling_utils import AttentionInterface
 
 from thunder_moe.kernels.attention import cudnn_groups_heads, cudnn_groups_heads_of
-
-try:
-    from transformers.integrations.sdpa_attention import sdpa_attention_forward
-    from transformers.masking_utils import AttentionMaskInterface, causal_mask_function, sdpa_mask
-    from transformers.modeling_utils import AttentionInterface
-except ImportError as error:
-    raise ImportError(
-        "thunder_moe.integrations needs transformers >= 5.7: pip install 'thunder_moe[transformers]'"
-    ) from error
 
 __all__ = ["NAME", "grouped_sdpa_attention", "grouped_sdpa_mask"]
 

@@ -8,14 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from torch import Tensor
 
 from thunder_moe.checkpoint.files import find_checkpoint
-
-try:
-    import transformers
-except ImportError as error:
-    raise ImportError("sensitivity needs transformers >= 5.7: pip install 'thunder_moe[transformers]'") from error
 
 __all__ = ["load_model", "token_windows"]
 
