@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from thunder_moe.finetune.qat import finish_qat_, prepare_qat_
     from thunder_moe.formats.weight import MXFP8Weight, NVFP4Weight
     from thunder_moe.integrations.huggingface.checkpoint import load_checkpoint, save_checkpoint
-    from thunder_moe.integrations.huggingface.on_load_config import ThunderMoeConfig
+    from thunder_moe.integrations.huggingface.configs import ThunderMoeConfig
     from thunder_moe.integrations.huggingface.lora import get_peft_model, load_peft_model
     from thunder_moe.integrations.huggingface.lora_files import load_lora_, save_lora
     from thunder_moe.integrations.huggingface.norms import fuse_norms_

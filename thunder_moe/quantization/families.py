@@ -113,7 +113,7 @@ class ExpertFamily:
 # `import thunder_moe` imports none: experts of transformers, of transformers_modules (the code that comes with a
 # checkpoint), and NVFP4Experts.
 _MODULES: dict[str, tuple[str, ...]] = {
-    "thunder_moe.integrations.huggingface.families": (
+    "thunder_moe.integrations.huggingface.quantizer": (
         "transformers",
         "transformers_modules",
         "thunder_moe.integrations.huggingface",

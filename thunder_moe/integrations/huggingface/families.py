@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from thunder_moe.integrations.huggingface.experts import NVFP4Experts, expert_weights, quantized_experts
 from thunder_moe.integrations.huggingface.forms import form_of, has_experts, not_plain_experts, stored_weights
 from thunder_moe.integrations.huggingface.routers import RowOrders, fuse_routers, restore_routers
+from thunder_moe.integrations.huggingface.saving import mark_quantized
 from thunder_moe.integrations.huggingface.sharded_forward import sharding_of
 from thunder_moe.quantization.families import ExpertFamily, Quantization
 
@@ -57,8 +58,6 @@ class TransformersExperts(ExpertFamily):
         return module.dequantized(memo)
 
     def finish(self, model: nn.Module) -> None:
-        from thunder_moe.integrations.huggingface.saving import mark_quantized
-
         mark_quantized(model)
 
 

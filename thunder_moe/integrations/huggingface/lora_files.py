@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from thunder_moe.checkpoint.files import read_json
 from thunder_moe.finetune.lora import DTYPES, add_by_name_, freeze_others_, lora_linears, refuse_merged, use_lora_
 from thunder_moe.formats.gate_up import deinterleave, interleave
-from thunder_moe.integrations.huggingface.expert_names import expert_source
+from thunder_moe.integrations.huggingface.checkpoint_names import expert_source
 from thunder_moe.integrations.huggingface.lora_targets import PREFIX, Target, blocks_of, is_named, place_of, targets
 from thunder_moe.integrations.huggingface.sharding import refuse_part
 from thunder_moe.nn.lora import LoRALinear, LoRASpec

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from thunder_moe.integrations.huggingface.loading import mark_initialized
 from thunder_moe.kernels.select import lay_out
 from thunder_moe.nn.linear import NVFP4Linear, NVFP4LinearPart
 
@@ -26,8 +27,7 @@ class _Placeholder(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.offloaded = nn.Parameter(torch.empty(1, device="meta"), requires_grad=False)
-        for thing in (self, self.offloaded):
-            vars(thing)["_is_hf_initialized"] = True
+        mark_initialized(self, self.offloaded)
 
 
 class Offloaded:

@@ -10,22 +10,24 @@ weights that are not tied after all).
 
 from __future__ import annotations
 
-import os
 from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers.core_model_loading import ConversionOps
+from transformers.integrations.accelerate import get_device
 
-from thunder_moe.checkpoint.files import read_headers, require_inside
+from thunder_moe.checkpoint.files import read_headers
 from thunder_moe.formats.registry import FORMATS
+from thunder_moe.integrations.huggingface.configs import ThunderMoeConfig
 from thunder_moe.integrations.huggingface.experts import NVFP4Experts, pack_ahead
 from thunder_moe.integrations.huggingface.families import TransformersExperts
 from thunder_moe.integrations.huggingface.forms import require_form, stored_weights
+from thunder_moe.integrations.huggingface.loading import PackedQuantizer, mark_initialized
 from thunder_moe.integrations.huggingface.offload import Offloaded, separate
-from thunder_moe.integrations.huggingface.on_load_config import ThunderMoeConfig
-from thunder_moe.integrations.huggingface.saving import SavesNVFP4, forget_quantization, mark_quantized
+from thunder_moe.integrations.huggingface.saving import forget_quantization
 from thunder_moe.integrations.huggingface.sharded_forward import local_of, sharding_of
 from thunder_moe.integrations.huggingface.sharding import refuse_parallel
 from thunder_moe.nn.linear import NVFP4LinearPart
@@ -35,20 +37,12 @@ from thunder_moe.quantization.dense_linears import DenseLinears
 from thunder_moe.quantization.families import ExpertFamily, Quantization
 from thunder_moe.quantization.plan import Place, replace_module
 
-try:
-    from transformers.core_model_loading import ConversionOps
-    from transformers.integrations.accelerate import get_device
-except ImportError as error:
-    raise ImportError(
-        "integrations.huggingface.on_load needs transformers >= 5.7: pip install 'thunder_moe[transformers]'"
-    ) from error
-
-__all__ = ["ThunderMoeQuantizer", "refuse_outside"]
+__all__ = ["ThunderMoeQuantizer"]
 
 _WEIGHTS = ("gate_up_proj", "up_proj", "down_proj")  # of experts, as opposed to their biases
 
 
-class ThunderMoeQuantizer(SavesNVFP4):
+class ThunderMoeQuantizer(PackedQuantizer):
     """Quantizes the weights of a 16-bit checkpoint as transformers loads them; see this file's pipeline."""
 
     quantization_config: ThunderMoeConfig
@@ -72,11 +66,8 @@ class ThunderMoeQuantizer(SavesNVFP4):
         self._dtype = dtype
         return dtype
 
-    def _process_model_before_weight_loading(
-        self, model: nn.Module, checkpoint_files: list[str] | None = None, **kwargs: Any
-    ) -> None:
-        refuse_outside(model, checkpoint_files)
-        files = [Path(file) for file in checkpoint_files or () if str(file).endswith(".safetensors")]
+    def prepare(self, model: Any, files: list[Path]) -> None:
+        """Refuse files with tensors that are not floating-point; what is quantized is chosen when all is known."""
         for info in read_headers(files).values():
             info.require_float()
 
@@ -97,18 +88,13 @@ class ThunderMoeQuantizer(SavesNVFP4):
             self._load = _Load(model, self.quantization_config, self._device_map, self._dtype)
         return self._load
 
-    def _process_model_after_weight_loading(self, model: nn.Module, **kwargs: Any) -> None:
-        self._load_of(model).finish()
-        self._load = None
-        forget_quantization(model)  # from here on it is what `quantize_` makes
-        mark_quantized(model)
-
-
-def refuse_outside(model: Any, checkpoint_files: list[str] | None) -> None:
-    """Raises a ValueError where the index of a local checkpoint names files outside of its directory."""
-    directory = str(model.name_or_path)
-    if checkpoint_files and os.path.isdir(directory):
-        require_inside(checkpoint_files, Path(directory))
+    def finish(self, model: Any) -> None:
+        """Quantize the rest, and make the model what `quantize_` makes."""
+        load, self._load = self._load_of(model), None
+        load.replace_started()
+        self.check_shapes(model)
+        load.quantize_rest()
+        forget_quantization(model)
 
 
 class _Load:
@@ -124,7 +110,6 @@ class _Load:
         self.units: dict[str, _Unit] = {}
         self.replaced = False
         self._offloaded: list[Offloaded] = []
-        self._shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
         with torch.inference_mode(False), torch.no_grad():
             plan = choose_modules(model, **config.options(), device_of=self._device_of(model))
         run, chosen = plan.run, plan.chosen
@@ -182,20 +167,17 @@ class _Load:
                 files |= self._offloaded[-1].files()
         return files
 
-    def finish(self) -> None:
-        """Quantizes what was not chosen ahead, with weights that the checkpoint lacks as transformers made them."""
+    def replace_started(self) -> None:
+        """Put offloaded modules back, and replace those for which transformers had to make some weights."""
         for module in self._offloaded:
             module.put_back()
         for unit in dict.fromkeys(self.units.values()):
             if unit.started:
                 unit.replace()
                 self.replaced = True
-        for name, parameter in self.model.named_parameters():
-            wanted = self._shapes.get(name, parameter.shape)  # transformers 5.17 does not compare them
-            if parameter.shape != wanted:
-                raise ValueError(
-                    f"checkpoint: {name} has shape {tuple(parameter.shape)}, the model's has {tuple(wanted)}"
-                )
+
+    def quantize_rest(self) -> None:
+        """Quantize what was not chosen ahead."""
         with torch.inference_mode(False), torch.no_grad():
             plan = choose_modules(self.model, **self.config.options(), required=not self.replaced)
         if plan.chosen:
@@ -256,7 +238,7 @@ class _Unit:
         else:
             # A tensor that was read in inference mode cannot be a parameter outside of it.
             module.register_parameter(name, nn.Parameter(tensor.clone() if tensor.is_inference() else tensor))
-        _mark_initialized(module.get_parameter(name))
+        mark_initialized(module.get_parameter(name))
         del self.waiting[full_name]
 
     @torch.inference_mode(False)
@@ -276,13 +258,13 @@ class _Unit:
             new = replace_module(module, place, parents, convert, "quantizing")
             for part in (*new.modules(), *(stack for parent, _ in parents for stack in parent.children())):
                 if isinstance(part, NVFP4Module | NVFP4Experts):
-                    _mark_initialized(part)
+                    mark_initialized(part)
         places = [(*parent, place.name) for module, place in self._members for parent in self._parents[module]]
         for parent, key, _ in places if separately else ():
             each = parent._modules[key]
             if isinstance(each, NVFP4LinearPart):
                 linear = separate(each)
-                _mark_initialized(linear)
+                mark_initialized(linear)
                 self._members[0][1].family.put(parent, key, linear)
         self._members, self._parents, self._run.memo = [], {}, {}
         self.started = False
@@ -323,8 +305,3 @@ class _Failed(dict[str, Any]):
 
     def items(self) -> Any:
         raise self.error
-
-
-def _mark_initialized(thing: Any) -> None:
-    """Tells transformers that it need not initialise a parameter or the parameters of a module."""
-    thing._is_hf_initialized = True

@@ -21,59 +21,26 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
+from transformers import PreTrainedModel
 
 from thunder_moe.checkpoint.files import INDEX_NAME
 from thunder_moe.checkpoint.writer import MAX_SHARD_SIZE
 from thunder_moe.finetune.lora import lora_linears
 from thunder_moe.finetune.qat import FakeQuantize
+from thunder_moe.integrations.huggingface.configs import METHOD, ON_LOAD
 from thunder_moe.integrations.huggingface.lora_targets import refuse_left_out
+from thunder_moe.integrations.huggingface.state_dicts import load_by_checkpoint_names
+from thunder_moe.integrations.huggingface.writing import is_shared, write_model
 from thunder_moe.nn.packed import NVFP4Module
+from thunder_moe.quantization.quantize import dequantize_, dequantize_with_
 from thunder_moe.scratch import lock, remove_leftovers, scratch_directory
 
-try:
-    from transformers import PreTrainedModel
-    from transformers.quantizers.base import HfQuantizer
-except ImportError as error:
-    raise ImportError(
-        "integrations.huggingface.saving needs transformers >= 5.7: pip install 'thunder_moe[transformers]'"
-    ) from error
-
-__all__ = ["QuantizedModel", "SavesNVFP4", "forget_in_configs", "forget_quantization", "mark_quantized"]
+__all__ = ["QuantizedModel", "forget_in_configs", "forget_quantization", "mark_quantized"]
 
 logger = logging.getLogger(__name__)
 
 CONFIG_NAME = "config.json"
 _WEIGHTS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors")
-
-
-class SavesNVFP4(HfQuantizer):
-    """What a quantizer of models with 4-bit modules of this package answers once the model is loaded.
-
-    Transformers asks it only where it is not the `QuantizedModel` that is called.
-    """
-
-    def is_serializable(self, *args: Any, **kwargs: Any) -> bool:
-        """False: transformers' own ``save_pretrained`` cannot write these models, that of `QuantizedModel` does."""
-        return False
-
-    @property
-    def is_trainable(self) -> bool:
-        """True: gradients flow through the frozen 4-bit weights to routers, norms and adapters."""
-        return True
-
-    @property
-    def is_qat_trainable(self) -> bool:
-        """True: `Trainer` may train what is not 4-bit, without adapters."""
-        return True
-
-    @property
-    def is_compileable(self) -> bool:
-        return True
-
-    def _dequantize(self, model: Any, dtype: torch.dtype | None = None) -> Any:
-        from thunder_moe.quantization.quantize import dequantize_
-
-        return dequantize_(model).to(dtype)
 
 
 class QuantizedModel:
@@ -159,8 +126,6 @@ class QuantizedModel:
             raise ValueError("distributed_checkpoint: got True, wanted False: one process saves the whole 4-bit model")
         if prepared:
             raise ValueError(f"model: {next(iter(prepared))} is prepared for training: finish_qat_(model) before")
-        from thunder_moe.integrations.huggingface.gathering import is_shared
-
         directory = Path(save_directory)
         if directory.is_file():
             raise FileExistsError(f"save_directory: {directory} is a file, wanted a directory")
@@ -185,8 +150,6 @@ class QuantizedModel:
         Raises:
             RuntimeError: as any module's; where adapters do not fit the state dict, or are merged, nothing has changed.
         """
-        from thunder_moe.integrations.huggingface.state_dicts import load_by_checkpoint_names
-
         for name, linear in lora_linears(self).items():  # before 4-bit weights are set
             if (problem := linear.obstacle_to_load(state_dict, f"{name}.")) is not None:
                 raise RuntimeError(f"Error in loading state_dict for {type(self).__name__}:\n\t{name}: {problem}")
@@ -206,8 +169,6 @@ class QuantizedModel:
         Raises:
             ValueError: the head is 4-bit and cannot be replaced (the message says why). The model is unchanged then.
         """
-        from thunder_moe.quantization.quantize import dequantize_with_
-
         resize = super().resize_token_embeddings  # type: ignore[misc]
         head, embeddings = self.get_output_embeddings(), self.get_input_embeddings()
         if head is None or not _is_quantized(head):
@@ -267,8 +228,6 @@ class QuantizedModel:
 
     def dequantize(self: Any, dtype: torch.dtype | None = None) -> Any:
         """`dequantize_` of this model, which is a plain one of transformers afterwards; in `dtype` if given."""
-        from thunder_moe.quantization.quantize import dequantize_
-
         model = dequantize_(self)
         return model if dtype is None else model.to(dtype)
 
@@ -294,8 +253,6 @@ def mark_quantized(model: nn.Module) -> None:
 
     Of models inside of each other it marks the outer one. ``from_pretrained`` then reads what they save.
     """
-    from thunder_moe.integrations.huggingface import quantizer  # noqa: F401  (adds its entries to transformers')
-
     inside: set[nn.Module] = set()
     for module in model.modules():
         if not isinstance(module, PreTrainedModel):
@@ -308,7 +265,7 @@ def mark_quantized(model: nn.Module) -> None:
             continue
         if issubclass(kind, QuantizedModel):
             module.__class__ = kind.own_class
-        if isinstance(getattr(module, "hf_quantizer", None), SavesNVFP4):
+        if getattr(module, "quantization_method", None) in (METHOD, ON_LOAD):
             forget_quantization(module)
 
 
@@ -423,9 +380,6 @@ def _offloaded(model: Any, name: str) -> Tensor | None:
 @contextmanager
 def _written(model: Any, directory: Path, max_shard_size: int | str) -> Iterator[Path]:
     """A directory in `directory`, or beside one that does not exist, with the checkpoint; removed afterwards."""
-    from thunder_moe.integrations.huggingface.checkpoint import write_model
-    from thunder_moe.integrations.huggingface.gathering import is_shared
-
     for name, parameter in () if is_shared(model) else model.named_parameters():
         if hasattr(parameter, "full_tensor"):
             raise ValueError(f"model: {name} is sharded (a DTensor); pass the gathered tensors as state_dict")

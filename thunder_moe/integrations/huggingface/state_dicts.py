@@ -13,14 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import (
-    WeightConverter,
-    WeightRenaming,
-    dot_natural_key,
-    rename_source_key,
-    revert_weight_conversion,
-)
+from transformers.core_model_loading import dot_natural_key, revert_weight_conversion
 
 from thunder_moe.checkpoint.decode import decode_dense_weight, decode_experts
 from thunder_moe.checkpoint.experts import ExpertsLayout, ExpertWeights
@@ -30,7 +23,7 @@ from thunder_moe.checkpoint.modules import sort_modules
 from thunder_moe.finetune.lora import stored_adapters
 from thunder_moe.formats.mxfp8 import MAX_SCALE
 from thunder_moe.formats.weight import NVFP4Weight, PackedWeight
-from thunder_moe.integrations.huggingface.checkpoint import expert_sources, linear_source
+from thunder_moe.integrations.huggingface.checkpoint_names import ModelNames, expert_sources, linear_source
 from thunder_moe.integrations.huggingface.experts import NVFP4Experts
 from thunder_moe.integrations.huggingface.sharding import refuse_part
 from thunder_moe.kernels.select import lay_out
@@ -154,32 +147,22 @@ def _set(name: str, module: NVFP4Module, weight: PackedWeight, bias: Tensor | No
 def _others(model: Any, left: dict[str, Tensor], own: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """What is not 4-bit, by transformers' own renaming and merging of weights; what is not given of a tensor that is
     merged (16-bit experts of which a shard has some) is the model's own."""
-    conversions = getattr(model, "_weight_conversions", None)
-    if conversions is None:
-        conversions = get_model_conversion_mapping(model)
-    renamings = [entry for entry in conversions if isinstance(entry, WeightRenaming)]
-    converters = [entry for entry in conversions if isinstance(entry, WeightConverter)]
-    known = {pattern: converter for converter in converters for pattern in converter.source_patterns}
-    state = dict.fromkeys(own)
-
-    def rename(key: str) -> tuple[str, str | None]:
-        name, pattern = rename_source_key(key, renamings, converters, model.base_model_prefix, state)
-        return name, pattern
-
+    names = ModelNames(model, dict.fromkeys(own))
+    converters = {pattern: converter for converter in names.converters for pattern in converter.source_patterns}
     new: dict[str, Tensor] = {}
     merged: dict[str, dict[str, Tensor]] = {}
     for key, tensor in left.items():
-        name, pattern = rename(key)
+        name, pattern = names.parameter(key)
         if pattern is None or name not in own:
             new[name if name in own else key] = tensor
         else:
             merged.setdefault(name, {})[key] = tensor
     for name, given in merged.items():
-        converter: Any = copy.deepcopy(known[str(rename(next(iter(given)))[1])])
+        converter: Any = copy.deepcopy(converters[str(names.parameter(next(iter(given)))[1])])
         if any("*" in pattern for pattern in converter.source_patterns):
             given = revert_weight_conversion(model, {name: own[name].detach()}) | given
         for key in sorted(given, key=dot_natural_key):  # by the numbers of experts
-            converter.add_tensor(name, key, rename(key)[1], given[key])
+            converter.add_tensor(name, key, names.parameter(key)[1], given[key])
         for target, tensors in converter.convert(name, model=model, config=model.config).items():
             new[target] = tensors[0] if isinstance(tensors, list) else tensors
     return new
