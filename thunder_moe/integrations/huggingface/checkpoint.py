@@ -29,7 +29,7 @@ def load_checkpoint(
     trust_remote_code: bool = False,
     **options: Any,
 ) -> transformers.PreTrainedModel:
-    """Loads an NVFP4, MXFP8 or MXFP4 checkpoint as a transformers model whose experts are `NVFP4Experts`.
+    """Load an NVFP4, MXFP8 or MXFP4 checkpoint as a transformers model whose experts are `NVFP4Experts`.
 
     Reads ModelOpt's forms, compressed-tensors' nvfp4-pack-quantized and mxfp8-quantized, and GPT-OSS's MXFP4 (as NVFP4,
     exactly, where ``from_pretrained`` would dequantize it). Packed weights go to their device layer by layer, in the
@@ -96,7 +96,7 @@ def load_checkpoint(
 
 
 def _model_class(config: Any, trust_remote_code: bool) -> Any:
-    """The class that loads a model: the one of its architecture, or one that finds the model's own code."""
+    """Return the class that loads a model: the one of its architecture, or one that finds the model's own code."""
     own = [name for name in getattr(config, "auto_map", None) or {} if name.startswith("AutoModel")]
     if trust_remote_code and own:
         named = "AutoModelForCausalLM" if "AutoModelForCausalLM" in own else own[-1]
@@ -117,7 +117,7 @@ def _require_accelerate() -> None:
 def save_checkpoint(
     model: transformers.PreTrainedModel, path: str | Path, *, max_shard_size: int | str = MAX_SHARD_SIZE
 ) -> Path:
-    """Writes a model with NVFP4 or MXFP8 experts or dense layers as ModelOpt does, for vLLM, SGLang, TensorRT-LLM, and
+    """Write a model with NVFP4 or MXFP8 experts or dense layers as ModelOpt does, for vLLM, SGLang, TensorRT-LLM, and
     `load_checkpoint`.
 
     The tokenizer and the other files but weights of the directory (or of the hub's local cache) that the model was
@@ -136,7 +136,7 @@ def save_checkpoint(
         path: a directory that does not exist yet; it appears whole.
         max_shard_size: of a file, in bytes or as "5GB".
 
-    Adapters of `add_lora_` are written beside the weights with their rank and alpha, and come back as they were, active
+    Adapters of `add_lora_` are written beside the weights with their rank and alpha, and come back, active
     or not; merged ones are in the weights alone.
 
     Returns:
@@ -155,7 +155,7 @@ def save_checkpoint(
 
 
 def _source_directory(model: transformers.PreTrainedModel) -> Path | None:
-    """The checkpoint that a model was loaded from, if it is still there and of the same kind of model."""
+    """Return the checkpoint that a model was loaded from, if it is still there and of the same kind of model."""
     name = model.name_or_path
     try:
         directory = find_checkpoint(name, getattr(model.config, "_commit_hash", None)) if name else None

@@ -65,8 +65,8 @@ def expert_source(model: PreTrainedModel, name: str, form: ExpertsForm) -> tuple
 
 
 def expert_sources(model: PreTrainedModel) -> dict[str, tuple[str, ExpertsLayout]]:
-    """Return the path of each block of 4-bit experts in the model -> its path and layout in a checkpoint: in the one
-    that the model was loaded from, else in those of its architecture. A block that layers share has several paths."""
+    """Return the path of each block of 4-bit experts in the model -> its path and layout in the checkpoint that it was
+    loaded from, or in checkpoints of its architecture. A block that layers share has several paths."""
     loaded = getattr(getattr(model, "hf_quantizer", None), "layouts", {})  # of NVFP4CheckpointQuantizer
     return {
         name: loaded.get(name) or expert_source(model, name, module.form)
@@ -89,7 +89,8 @@ class ModelNames:
 
     Args:
         model: a transformers model.
-        names: of its tensors; those of its state dict if None.
+        names: of its tensors, its state dict if None. A value of None keeps the base model's prefix from being added or
+            removed.
 
     Attributes:
         blocks: the experts modules of the model, by name.
@@ -106,7 +107,7 @@ class ModelNames:
         self._model = model
 
     def experts(self, source: str) -> str | None:
-        """Return the name of a block of experts; None when the model has no such layer.
+        """Return the name of a block of experts; None if the model has none.
 
         Raises:
             ValueError: it has one, of a kind that is not known here.
@@ -126,7 +127,7 @@ class ModelNames:
         return None
 
     def dense(self, source: str) -> str | None:
-        """Return the name of a module that is no expert; None when the model has no such module.
+        """Return the name of another module than experts; None if the model lacks it.
 
         Raises:
             ValueError: the model has its weight merged with others.

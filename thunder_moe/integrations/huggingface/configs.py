@@ -22,10 +22,10 @@ _LAYOUTS = ("auto", *MODULE_LAYOUTS)
 
 
 class NVFP4CheckpointConfig(QuantizationConfigMixin):
-    """Hold the quantization config of a packed checkpoint, as its config.json has it.
+    """Hold the quantization config of a packed checkpoint, the dictionary of its config.json.
 
     Attributes:
-        source: the dictionary of config.json.
+        source: that dictionary.
         linears: whether 4-bit dense layers stay so; else they are dequantized.
 
     Raises:
@@ -54,7 +54,7 @@ class NVFP4CheckpointConfig(QuantizationConfigMixin):
 
 
 class ThunderMoeConfig(QuantizationConfigMixin):
-    """Makes ``from_pretrained`` quantize the experts of a 16-bit checkpoint to NVFP4 (or MXFP8) while it loads them.
+    """Make ``from_pretrained`` quantize the experts of a 16-bit checkpoint to NVFP4 (or MXFP8) while it loads them.
 
     The model is bit for bit what `quantize_` with the same options makes of the loaded one, but its weights are
     quantized as they arrive: at no time are the experts of more than one layer in memory in 16 bits. Options are names

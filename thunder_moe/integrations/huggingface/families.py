@@ -91,7 +91,7 @@ FAMILIES = (Llama4Experts(), TransformersExperts())
 
 
 def put_experts(parent: nn.Module, name: str, experts: nn.Module) -> None:
-    """Makes an experts module (`NVFP4Experts`, or the 16-bit one again) a child of the layer that calls it.
+    """Make an experts module (`NVFP4Experts`, or the 16-bit one again) a child of the layer that calls it.
 
     The same as ``setattr(parent, name, experts)``, but for Llama 4: its layer runs all experts on all tokens, and is
     made to route here.
@@ -108,7 +108,7 @@ def put_experts(parent: nn.Module, name: str, experts: nn.Module) -> None:
 
 
 def _of_no_part(module: nn.Module) -> str | None:
-    """Why this process' part of 16-bit experts, if it is one, is none that 4-bit weights can have."""
+    """Return why 4-bit weights cannot have this process' part of 16-bit experts; None if they can, or it has all."""
     sharding, form = sharding_of(module), form_of(module)
     if sharding is None or form is None:
         return None

@@ -1,6 +1,6 @@
 """transformers' quantizer plug-in for `ThunderMoeConfig`: a 16-bit checkpoint is quantized while it loads.
-Called by transformers once `quantizer.register` has run; calls choose for the modules, plan to replace them, experts to
-pack single weights.
+Called by transformers, to which quantizer makes it known; calls choose for the modules, plan to replace them, and
+experts to pack single weights.
 
 Pipeline: 16-bit skeleton on "meta" -> the modules that `quantize_` would replace are chosen in it -> transformers reads
 the weights of a layer, merges them and hands them to `_Quantize` -> each weight of experts is packed at once; a module
@@ -43,7 +43,7 @@ _WEIGHTS = ("gate_up_proj", "up_proj", "down_proj")  # of experts, as opposed to
 
 
 class ThunderMoeQuantizer(PackedQuantizer):
-    """Quantizes the weights of a 16-bit checkpoint as transformers loads them; see this file's pipeline."""
+    """Quantize the weights of a 16-bit checkpoint as transformers loads them; see this file's pipeline."""
 
     quantization_config: ThunderMoeConfig
 
@@ -137,7 +137,7 @@ class _Load:
         return lambda module: self.device(names[module])
 
     def device(self, name: str) -> torch.device:
-        """Where a module or parameter of this name is going to be."""
+        """Return the device on which a module or parameter of this name will be."""
         if isinstance(self.device_map, str):  # "auto" and the like, before transformers has decided
             accelerator = torch.accelerator.current_accelerator()
             return accelerator or torch.device("cpu")
@@ -145,17 +145,17 @@ class _Load:
 
     @property
     def _main(self) -> torch.device:
-        """Where offloaded modules compute."""
+        """The device on which offloaded modules compute."""
         devices = [device for device in self.device_map.values() if str(device) not in ("cpu", "disk")]
         return torch.device(devices[0] if devices else "cpu")
 
     def _waits(self, name: str) -> str | None:
-        """Where an offloaded module or parameter waits, "cpu" or "disk"; None where it is not offloaded."""
+        """Return where an offloaded module or parameter waits, "cpu" or "disk"; None if it is not offloaded."""
         device = str(get_device(self.device_map, name))
         return device if device == "disk" or (device == "cpu" and self._main.type != "cpu") else None
 
     def take(self, name: str, tensor: Tensor) -> dict[str, Tensor]:
-        """Takes a tensor of a unit that has been loaded; returns what transformers is to write to disk."""
+        """Take a tensor of a unit that has been loaded; return what transformers is to write to disk."""
         unit, waits = self.units[name], self._waits(name)
         files: dict[str, Tensor] = {}
         unit.take(name, tensor.to(self.device(name)))
@@ -168,7 +168,7 @@ class _Load:
         return files
 
     def replace_started(self) -> None:
-        """Put offloaded modules back, and replace those for which transformers had to make some weights."""
+        """Put offloaded modules back, and replace units that lack weights in the checkpoint."""
         for module in self._offloaded:
             module.put_back()
         for unit in dict.fromkeys(self.units.values()):
@@ -244,7 +244,7 @@ class _Unit:
     @torch.inference_mode(False)
     @torch.no_grad()
     def replace(self, *, separately: bool = False) -> list[tuple[nn.Module, str, str]]:
-        """Replaces the modules, `separately` with nothing shared between them.
+        """Replace the modules, `separately` with nothing shared between them.
 
         Returns:
             Of each its parent, its name there and its full name.
@@ -272,7 +272,7 @@ class _Unit:
 
 
 class _Quantize(ConversionOps):
-    """What transformers runs on the weights of a layer once it has them as the model wants them."""
+    """Quantize the weights of a layer, when transformers has renamed and merged them for the model."""
 
     def __init__(self, load: _Load) -> None:
         self.load = load
@@ -280,7 +280,7 @@ class _Quantize(ConversionOps):
     def convert(
         self, input_dict: dict[str, Any], *args: Any, missing_keys: set[str] | None = None, **kwargs: Any
     ) -> dict[str, Any]:
-        """Takes those that are to be quantized, and returns the others, and what is to be written to disk."""
+        """Take the tensors that are to be quantized; return the others, and what is to be written to disk."""
         others: dict[str, Any] = {}
         try:
             for name in list(input_dict):
@@ -297,7 +297,7 @@ class _Quantize(ConversionOps):
 
 
 class _Failed(dict[str, Any]):
-    """The result of a failure: transformers keeps what an operation raises and loads on; this raises on its use."""
+    """The result of a failure. transformers keeps what an operation raises and loads on; this raises on its use."""
 
     def __init__(self, error: Exception) -> None:
         super().__init__()

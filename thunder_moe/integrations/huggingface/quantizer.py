@@ -1,10 +1,10 @@
 """transformers' quantizer plug-in: ``from_pretrained`` of a ModelOpt or compressed-tensors NVFP4 checkpoint.
-Called by transformers, to which importing makes it known (`register`: for compressed-tensors, too); imported by
-registration and checkpoint; calls thunder_moe.checkpoint to read, experts and families to place.
+Called by transformers, which knows it by its import (for compressed-tensors by `register`). Imported by registration,
+checkpoint, and quantization.families for `FAMILIES`; calls thunder_moe.checkpoint to read, families to place.
 
 Pipeline: skeleton on "meta" -> experts swapped for `NVFP4Experts`, 4-bit dense layers for `NVFP4Linear` on "meta" ->
-transformers loads all else, allocates -> 4-bit weights are read from the files into place, layer by layer -> those of
-dense layers that read the same rows become one.
+transformers loads all else, allocates -> 4-bit weights are read from the files into place, layer by layer -> dense
+layers that read the same rows get one weight.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ _ADAPTERS = r"\.lora_([AB]\.[^.]+|specs)$"  # of thunder_moe.finetune.lora.store
 
 
 class NVFP4CheckpointQuantizer(PackedQuantizer):
-    """Loads the 4-bit weights of a checkpoint; see this file's pipeline.
+    """Load the 4-bit weights of a checkpoint; see this file's pipeline.
 
     Attributes:
         layouts: path of each block of experts in the model -> its path and layout in the checkpoint.
@@ -142,8 +142,8 @@ class NVFP4CheckpointQuantizer(PackedQuantizer):
         cut_as_planned(model)
 
     def _refuse_missing(self, model: Any, names: ModelNames, dense: set[str]) -> None:
-        """Raise for experts of which the checkpoint has no tensor, and for linears that it has quantized in another
-        layer: transformers would give them random numbers."""
+        """Raise for experts without a tensor in the checkpoint, and for such linears that are packed in another layer:
+        transformers would give them random numbers."""
         there = [names.parameter(name)[0] for name in self.checkpoint.others]
         lacking = [
             name
@@ -226,7 +226,7 @@ class NVFP4CheckpointQuantizer(PackedQuantizer):
         forget_in_configs(model, "_is_quantized")  # transformers' Jamba computes otherwise where it is there
 
     def _restore_adapters(self, model: Any) -> None:
-        """Adds the adapters that `save_checkpoint` has written beside the weights."""
+        """Add the adapters that `save_checkpoint` has written beside the weights."""
         modules, prefix = {name for name, _ in model.named_modules(remove_duplicate=False)}, model.base_model_prefix
         stored: dict[str, torch.Tensor] = {}
         for key in self.checkpoint.others:
@@ -327,7 +327,7 @@ def _fill_experts(source: str, module: NVFP4Experts, checkpoint: Checkpoint) -> 
 
 
 class _CompressedTensors(QuantizationConfigMixin):
-    """Replaces transformers' config of compressed-tensors: takes NVFP4 and MXFP8, delegates all other formats to it."""
+    """Take NVFP4 and MXFP8 from transformers' config of compressed-tensors, and leave it all other formats."""
 
     original: Any = None
 

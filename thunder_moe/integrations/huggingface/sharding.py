@@ -1,5 +1,5 @@
 """4-bit experts under transformers' expert and tensor parallelism (`DistributedConfig`): what a rank has of them.
-Called by quantizer, families and saving; calls experts.
+Called by quantizer, loading, writing, state_dicts and lora_files; calls experts.
 
 Transformers shards a module by the style that a plan names for it: "ep_dispatch_experts" gives each rank whole experts,
 "moe_tp_experts" a share of the intermediate features of all. Its styles shard parameters, which packed weights are not:
@@ -50,8 +50,8 @@ _EP_STYLE, _TP_STYLE = "ep_dispatch_experts", "moe_tp_experts"
 
 
 def refuse_parallel(model: Any) -> None:
-    """Raises a ValueError for a load over several processes of a kind, or by a version of transformers, that does not
-    shard 4-bit experts."""
+    """Raise a ValueError for a load on several processes that cannot shard 4-bit experts: pipelines, an old
+    transformers."""
     config = getattr(model.config, "distributed_config", None)
     if config is None and getattr(model, "_device_mesh", None) is None:
         return
@@ -64,7 +64,7 @@ def refuse_parallel(model: Any) -> None:
 
 
 def require_available() -> None:
-    """Raises a ValueError where transformers is too old to load 4-bit experts on several processes."""
+    """Raise a ValueError where transformers is too old to load 4-bit experts on several processes."""
     if not AVAILABLE:
         raise ValueError(
             f"distributed_config: got one (or a tp_plan) with transformers {transformers.__version__}, wanted"
@@ -73,7 +73,7 @@ def require_available() -> None:
 
 
 def refuse_part(model: nn.Module, wanted: str) -> None:
-    """Raises a ValueError where this process has a part of a layer's experts or of a dense layer."""
+    """Raise a ValueError where this process has a part of a layer's experts or of a dense layer."""
     for name, module in model.named_modules():
         if isinstance(module, NVFP4Experts) and not module.part.is_whole:
             raise ValueError(f"model: {name} is a part of its experts ({module.part}), wanted a model {wanted}")
@@ -82,9 +82,11 @@ def refuse_part(model: nn.Module, wanted: str) -> None:
 
 
 def add_rules(model: Any, plan: dict[str, str]) -> None:
-    """Adds a rule for 4-bit experts to a model's tp_plan or ep_plan where transformers has none for the architecture:
-    those of Llama 4 are dispatched, as the 4-bit form routes, and those of GPT-OSS have shares of the features. Removes
-    rules of parameters that only the 16-bit form has."""
+    """Add a rule for 4-bit experts to a model's tp_plan or ep_plan where transformers has none for the architecture.
+    Remove rules of parameters that only the 16-bit form has.
+
+    Experts of Llama 4 are dispatched, because the 4-bit form routes; experts of GPT-OSS have shares of the features.
+    """
     style = _EP_STYLE if plan is model.ep_plan else _TP_STYLE
     own = {name for name, _ in model.named_modules()} | {name for name, _ in model.named_parameters()}
     names = {replace_layer_number_by_wildcard(name) for name in own}
@@ -97,7 +99,7 @@ def add_rules(model: Any, plan: dict[str, str]) -> None:
 
 
 def cut_(experts: NVFP4Experts, part: ExpertsPart, mesh: Any = None) -> None:
-    """Reduces 4-bit experts, on "meta" or with weights, to a part of them, of those that the processes of a mesh share.
+    """Reduce 4-bit experts, on "meta" or with weights, to one of the parts that the processes of a mesh share.
 
     Raises:
         ValueError: the ranks cannot share them evenly, or the experts compute something that is of all features.
@@ -128,7 +130,7 @@ def cut_(experts: NVFP4Experts, part: ExpertsPart, mesh: Any = None) -> None:
 
 
 def cut_as_planned(model: Any) -> None:
-    """Makes transformers cut the 4-bit modules of a model that it is loading, once it has resolved the model's plans.
+    """Make transformers cut the 4-bit modules of a model that it is loading, once it has resolved the model's plans.
 
     The model's own `_resolve_parallel_plans` is replaced until transformers has called it; a load by one process does
     not, and takes it back after the weights.
@@ -149,12 +151,12 @@ def cut_as_planned(model: Any) -> None:
 
 
 def keep_plans(model: Any) -> None:
-    """Ends `cut_as_planned`; does nothing where transformers has resolved the plans already."""
+    """End `cut_as_planned`; do nothing where transformers has resolved the plans already."""
     vars(model).pop("_resolve_parallel_plans", None)
 
 
 def _cut_modules(model: nn.Module, plan: dict[str, str], mesh: Any) -> None:
-    """Cuts the 4-bit modules that a resolved plan names, and removes the rules that do not apply to them.
+    """Cut the 4-bit modules that a resolved plan names, and remove the rules that do not apply to them.
 
     Args:
         model: on "meta".
@@ -186,7 +188,7 @@ def _cut_modules(model: nn.Module, plan: dict[str, str], mesh: Any) -> None:
 
 
 def dispatch_weighted_rows(model: Any) -> None:
-    """Makes dispatched experts whose weights multiply the input (Llama 4) send weighted rows, once transformers has
+    """Make dispatched experts whose weights multiply the input (Llama 4) send weighted rows, once transformers has
     installed its forwards. Its all-reduce alone hands the weights on to the experts."""
     for module in model.modules():
         if isinstance(module, NVFP4Experts) and module.form.weight_on_input and module.part.expert_ranks > 1:
@@ -196,8 +198,11 @@ def dispatch_weighted_rows(model: Any) -> None:
 
 
 def _weighted_ahead(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """The forward of dispatched experts whose weights multiply the input (Llama 4): transformers applies weights to
-    what comes back, so each (token, expert) pair is sent as a weighted row of its own, with the weight 1."""
+    """Return the forward of dispatched experts whose weights multiply the input (Llama 4).
+
+    transformers multiplies the results by the weights, so each (token, expert) pair is sent as a weighted row with the
+    weight 1.
+    """
 
     def weighted(hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         tokens, top_k = top_k_index.shape
