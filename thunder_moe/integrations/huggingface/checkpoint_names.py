@@ -103,7 +103,7 @@ class ModelNames:
         self.blocks = expert_blocks(model)
         self.converters = [entry for entry in conversions if isinstance(entry, WeightConverter)]
         self._renamings = [entry for entry in conversions if isinstance(entry, WeightRenaming)]
-        self._names = model.state_dict() if names is None else names
+        self._names: Any = model.state_dict() if names is None else names
         self._model = model
 
     def experts(self, source: str) -> str | None:

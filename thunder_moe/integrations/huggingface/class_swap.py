@@ -42,7 +42,8 @@ class OtherMethods(nn.Module):
         """Give a module these methods, and attributes that they read."""
         if not cls.is_on(module):
             methods: Any = cls
-            cls._set_class(module, _class_of(methods, type(module)))
+            kind: Any = type(module)
+            cls._set_class(module, _class_of(methods, kind))
         vars(module).update(attributes)
 
     @classmethod

@@ -99,11 +99,7 @@ def put_experts(parent: nn.Module, name: str, experts: nn.Module) -> None:
     Raises:
         TypeError: the experts are those of Llama 4 and the layer is not its own.
     """
-    family: ExpertFamily = ExpertFamily()
-    for known in FAMILIES:
-        if known.match(experts) or known.match_quantized(experts):
-            family = known
-            break
+    family = next((each for each in FAMILIES if each.match(experts) or each.match_quantized(experts)), ExpertFamily())
     family.put(parent, name, experts)
 
 

@@ -10,7 +10,7 @@ weights that are not tied after all).
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -113,11 +113,7 @@ class _Load:
         with torch.inference_mode(False), torch.no_grad():
             plan = choose_modules(model, **config.options(), device_of=self._device_of(model))
         run, chosen = plan.run, plan.chosen
-        parents: dict[nn.Module, list[tuple[nn.Module, str]]] = defaultdict(list)
-        for parent in model.modules():
-            for name, child in parent._modules.items():
-                if child is not None and child in chosen:
-                    parents[child].append((parent, name))
+        places = Counter(child for parent in model.modules() for child in parent._modules.values())
         tied = {*model.all_tied_weights_keys, *model.all_tied_weights_keys.values()}
         done: set[nn.Module] = set()
         for module, place in chosen.items():
@@ -126,9 +122,9 @@ class _Load:
             if module in done or not isinstance(place.family, DenseLinears | TransformersExperts):
                 continue
             done.update(together)
-            unit = _Unit(members, {member: parents[member] for member in together}, run)
+            unit = _Unit(model, members, run)
             # What is not certain, or not of the dtype that transformers is going to load it in, is quantized later.
-            ahead = not tied.intersection(unit.waiting) and all(len(parents[member]) == 1 for member in together)
+            ahead = not tied.intersection(unit.waiting) and all(places[member] == 1 for member in together)
             if ahead and all(parameter.dtype == dtype for parameter in unit.parameters()):
                 self.units |= dict.fromkeys(unit.waiting, unit)
 
@@ -193,13 +189,8 @@ class _Unit:
         bytes_per_weight: of a packed weight with its share of a scale.
     """
 
-    def __init__(
-        self,
-        members: list[tuple[nn.Module, Place]],
-        parents: dict[nn.Module, list[tuple[nn.Module, str]]],
-        run: Quantization,
-    ) -> None:
-        self._members, self._parents = members, parents
+    def __init__(self, model: nn.Module, members: list[tuple[nn.Module, Place]], run: Quantization) -> None:
+        self._model, self._members = model, members
         self._run = Quantization(run.pack, run.layout, packs=run.packs)  # with a memo of its own: see `pack_ahead`
         self.bytes_per_weight = FORMATS[members[0][1].format].bits_per_weight / 8  # those of one weight have one format
         self.started = False
@@ -253,20 +244,23 @@ class _Unit:
         def convert(module: nn.Module, family: ExpertFamily) -> nn.Module:
             return family.convert(module, self._run.of(module))
 
+        places: list[tuple[nn.Module, str, str]] = []
         for module, place in self._members:
-            parents = self._parents[module]
-            new = replace_module(module, place, parents, convert, "quantizing")
-            for part in (*new.modules(), *(stack for parent, _ in parents for stack in parent.children())):
-                if isinstance(part, NVFP4Module | NVFP4Experts):
-                    mark_initialized(part)
-        places = [(*parent, place.name) for module, place in self._members for parent in self._parents[module]]
+            path, _, key = place.name.rpartition(".")
+            parent = self._model.get_submodule(path)
+            new = replace_module(module, place, [(parent, key)], convert, "quantizing")
+            packed = (
+                each for each in (*new.modules(), *parent.children()) if isinstance(each, NVFP4Module | NVFP4Experts)
+            )
+            mark_initialized(*packed)
+            places.append((parent, key, place.name))
         for parent, key, _ in places if separately else ():
             each = parent._modules[key]
             if isinstance(each, NVFP4LinearPart):
                 linear = separate(each)
                 mark_initialized(linear)
                 self._members[0][1].family.put(parent, key, linear)
-        self._members, self._parents, self._run.memo = [], {}, {}
+        self._members, self._run.memo = [], {}
         self.started = False
         return places
 

@@ -151,7 +151,7 @@ class QuantizedModel(OtherMethods):
             if (problem := linear.obstacle_to_load(state_dict, f"{name}.")) is not None:
                 raise RuntimeError(f"Error in loading state_dict for {type(self).__name__}:\n\t{name}: {problem}")
         state_dict = load_by_checkpoint_names(self, state_dict, prepared_names(self))
-        return super().load_state_dict(state_dict, strict=strict, assign=assign)  # type: ignore[misc]
+        return super().load_state_dict(state_dict, strict=strict, assign=assign)
 
     def resize_token_embeddings(
         self: Any,

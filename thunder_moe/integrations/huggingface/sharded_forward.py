@@ -20,15 +20,19 @@ from torch import Tensor, nn
 from thunder_moe.checkpoint.part import ExpertsPart
 from thunder_moe.formats.weight import PackedWeight
 
+AllReduce: Any
 Dispatched: Any
-Shared: Any
 Registry: Any
+Shared: Any
+by_layer: Any
 try:
+    from transformers.distributed.expert_parallel import AllReduceEP as AllReduce
     from transformers.distributed.expert_parallel import EpDispatchExpertsParallel as Dispatched
     from transformers.distributed.expert_parallel import EPImplementationInterface as Registry
+    from transformers.distributed.parallel_utils import replace_layer_number_by_wildcard as by_layer
     from transformers.distributed.tensor_parallel import MoeExpertsParallel as Shared
 except ImportError:  # transformers < 5.23
-    Registry = Dispatched = Shared = None
+    AllReduce = Dispatched = Registry = Shared = by_layer = None
 
 
 __all__ = ["Sharding", "local_of", "sharding_of"]

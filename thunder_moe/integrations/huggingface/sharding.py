@@ -14,22 +14,13 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import transformers
 from torch import Tensor, nn
 
 from thunder_moe.checkpoint.part import WHOLE, ExpertsPart
 from thunder_moe.integrations.huggingface.experts import NVFP4Experts
+from thunder_moe.integrations.huggingface.sharded_forward import AllReduce, Registry, by_layer
 from thunder_moe.nn.linear import NVFP4Linear
-
-try:
-    import transformers
-    from transformers.distributed.expert_parallel import AllReduceEP
-    from transformers.distributed.parallel_utils import replace_layer_number_by_wildcard
-except ImportError:  # transformers < 5.22 has it elsewhere or not at all
-    AVAILABLE = False
-else:
-    from transformers.distributed import expert_parallel
-
-    AVAILABLE = hasattr(expert_parallel, "EPImplementationInterface")  # transformers 5.23
 
 __all__ = [
     "AVAILABLE",
@@ -38,11 +29,13 @@ __all__ = [
     "cut_as_planned",
     "dispatch_weighted_rows",
     "keep_plans",
+    "part_of",
     "refuse_parallel",
     "refuse_part",
     "require_available",
 ]
 
+AVAILABLE = Registry is not None  # transformers 5.23
 # Styles of dense layers that 4-bit ones take -> the dimension of their weight that processes share: output or input
 # features. Where results are gathered at once, or nothing is shared, each process has the layer whole.
 _DENSE_STYLES = {"colwise": 1, "rowwise": 2, "colwise_gather_output": 0, "colwise_rep": 0, "replicate": 0}
@@ -72,13 +65,20 @@ def require_available() -> None:
         )
 
 
-def refuse_part(model: nn.Module, wanted: str) -> None:
-    """Raise a ValueError where this process has a part of a layer's experts or of a dense layer."""
+def part_of(model: nn.Module) -> str | None:
+    """Return what this process has a part of, if it has a part of a layer's experts or of a dense layer."""
     for name, module in model.named_modules():
         if isinstance(module, NVFP4Experts) and not module.part.is_whole:
-            raise ValueError(f"model: {name} is a part of its experts ({module.part}), wanted a model {wanted}")
+            return f"{name} is a part of its experts ({module.part})"
         if isinstance(module, NVFP4Linear) and module.process_part is not None:
-            raise ValueError(f"model: {name} is a part of its weight, wanted a model {wanted}")
+            return f"{name} is a part of its weight"
+    return None
+
+
+def refuse_part(model: nn.Module, wanted: str) -> None:
+    """Raise a ValueError where this process has a part of a layer's experts or of a dense layer."""
+    if (part := part_of(model)) is not None:
+        raise ValueError(f"model: {part}, wanted a model {wanted}")
 
 
 def add_rules(model: Any, plan: dict[str, str]) -> None:
@@ -87,12 +87,14 @@ def add_rules(model: Any, plan: dict[str, str]) -> None:
 
     Experts of Llama 4 are dispatched, because the 4-bit form routes; experts of GPT-OSS have shares of the features.
     """
+    if not AVAILABLE:
+        return
     style = _EP_STYLE if plan is model.ep_plan else _TP_STYLE
     own = {name for name, _ in model.named_modules()} | {name for name, _ in model.named_parameters()}
-    names = {replace_layer_number_by_wildcard(name) for name in own}
+    names = {by_layer(name) for name in own}
     for path, module in model.named_modules():
         if isinstance(module, NVFP4Experts):
-            name = replace_layer_number_by_wildcard(path)
+            name = by_layer(path)
             plan.setdefault(name, style)
             for rule in [rule for rule in plan if rule.startswith(f"{name}.") and rule not in names]:
                 del plan[rule]
@@ -191,10 +193,9 @@ def dispatch_weighted_rows(model: Any) -> None:
     """Make dispatched experts whose weights multiply the input (Llama 4) send weighted rows, once transformers has
     installed its forwards. Its all-reduce alone hands the weights on to the experts."""
     for module in model.modules():
-        if isinstance(module, NVFP4Experts) and module.form.weight_on_input and module.part.expert_ranks > 1:
-            known: Any = expert_parallel.EPImplementationInterface()  # type: ignore[no-untyped-call]
-            if known[model.config.distributed_config.ep_implementation] is not AllReduceEP:
-                module.forward = _weighted_ahead(module.forward)  # type: ignore[method-assign]
+        dispatched = isinstance(module, NVFP4Experts) and module.form.weight_on_input and module.part.expert_ranks > 1
+        if dispatched and Registry()[model.config.distributed_config.ep_implementation] is not AllReduce:
+            module.forward = _weighted_ahead(module.forward)
 
 
 def _weighted_ahead(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:

@@ -29,7 +29,7 @@ from thunder_moe.formats.layouts import LINEAR
 from thunder_moe.formats.weight import NVFP4Weight, PackedWeight
 from thunder_moe.integrations.huggingface.checkpoint_names import expert_sources, linear_source
 from thunder_moe.integrations.huggingface.experts import NVFP4Experts
-from thunder_moe.integrations.huggingface.sharding import refuse_part
+from thunder_moe.integrations.huggingface.sharding import part_of, refuse_part
 from thunder_moe.nn.linear import NVFP4Linear, NVFP4LinearPart, NVFP4LinearStack
 
 __all__ = ["is_shared", "model_config", "model_tensors", "write_model"]
@@ -149,12 +149,7 @@ def is_shared(model: nn.Module) -> bool:
     """True if transformers has shared a model among processes, and this one has parts of some layers."""
     if not getattr(model, "is_distributed_loading_by_transformers", False):
         return False
-    parts = any(
-        (isinstance(module, NVFP4Experts) and not module.part.is_whole)
-        or (isinstance(module, NVFP4Linear) and module.process_part is not None)
-        for module in model.modules()
-    )
-    return parts or any(hasattr(parameter, "full_tensor") for parameter in model.parameters())
+    return part_of(model) is not None or any(hasattr(parameter, "full_tensor") for parameter in model.parameters())
 
 
 def _by_first(work: Callable[[], Any], others: Callable[[], Any]) -> Any:
