@@ -1,5 +1,5 @@
 """transformers models: experts modules, checkpoints, the quantizer of `from_pretrained`. Only here is it imported.
-Called by whoever imports a module of this package; the one check that transformers is there, and new enough.
+Run by the first import of one of its modules: the one check that transformers is there, and new enough.
 """
 
 try:

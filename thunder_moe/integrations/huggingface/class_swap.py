@@ -20,7 +20,7 @@ class OtherMethods(nn.Module):
     `put_on` changes the class of the module to a subclass of its own class, as torch's parametrizations and
     fully_shard do. The module stays the same object, with its place in every parent, its ties, hooks, parameters and
     names in the state dict, and isinstance holds. A new module in its place would lose the references of others, and
-    a model that is one norm has no parent to put it into. A forward set on the instance would read the tensors of the
+    a model that is one norm lacks a parent to put it into. A forward set on the instance would read the tensors of the
     module that it was made for even in a copy that got others (DataParallel's replicas).
 
     Attributes:
@@ -55,7 +55,7 @@ class OtherMethods(nn.Module):
 
     @classmethod
     def take_off(cls, module: nn.Module) -> None:
-        """Undo `put_on`; leave any other module as it is."""
+        """Undo `put_on`; leave any other module unchanged."""
         if cls.is_on(module):
             kind: Any = type(module)
             for name in cls.added:

@@ -80,7 +80,7 @@ def run_experts(
         )  # fmt: skip
     ops = torch.ops.thunder_moe
     row_slot, offsets, slot_row = ops.moe_route(ids, gate_up.shape[0]) if order is None else order
-    # Rows past the last group are undefined; zero them wherever other rows' gradients could meet theirs.
+    # Rows past the last group are undefined; zero them where other rows' gradients could meet theirs.
     live = live_rows(offsets, row_slot.shape[0])
     rows = gather_rows(hidden, row_slot)
     if on_input is not None:

@@ -146,8 +146,8 @@ def _set(name: str, module: NVFP4Module, weight: PackedWeight, bias: Tensor | No
 
 
 def _others(model: Any, left: dict[str, Tensor], own: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the tensors that are not 4-bit, renamed and merged as transformers does it. Where a merged tensor is given
-    in part (16-bit experts of a shard), the rest is the model's own."""
+    """Return the tensors that are not 4-bit, renamed and merged by transformers' conversions. Where a merged tensor is
+    given in part (16-bit experts of a shard), the rest is the model's own."""
     names = ModelNames(model, dict.fromkeys(own))
     converters = {pattern: converter for converter in names.converters for pattern in converter.source_patterns}
     new: dict[str, Tensor] = {}
@@ -197,7 +197,7 @@ class _InMemory:
 
     @classmethod
     def overlaid(cls, own: dict[str, Tensor], left: dict[str, Tensor]) -> _InMemory | None:
-        """Replace a module's own tensors by those of `left`, which loses them; return None if it has none."""
+        """Replace a module's own tensors by given ones, which `left` loses; return None if it has none."""
         given = {name: left.pop(name) for name in own if name in left}
         if not given:
             return None
