@@ -201,27 +201,15 @@ class QuantizedModel(OtherMethods):
         """Cast all but the packed weights to float32, as `half` does to float16."""
         return nn.Module.float(self)
 
-    @property
-    def peft_config(self: Any) -> dict[str, Any]:
-        """PEFT's configurations by adapter, which PEFT sets when it has put the first one's layers into the model.
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Set an attribute; refuse the configurations that stock PEFT sets when it has left out 4-bit layers they mean.
 
         Raises:
-            ValueError: set by stock PEFT, which has left out 4-bit layers that the configuration means.
+            ValueError: the first ``peft_config``, of a configuration that names such layers.
         """
-        if "peft_config" not in vars(self):
-            raise AttributeError("peft_config")
-        found: dict[str, Any] = vars(self)["peft_config"]
-        return found
-
-    @peft_config.setter
-    def peft_config(self: Any, configs: dict[str, Any]) -> None:
-        if "peft_config" not in vars(self):
-            refuse_left_out(self, configs)
-        vars(self)["peft_config"] = configs
-
-    @peft_config.deleter
-    def peft_config(self: Any) -> None:
-        del vars(self)["peft_config"]
+        if name == "peft_config" and name not in vars(self):
+            refuse_left_out(self, value)
+        super().__setattr__(name, value)
 
     def dequantize(self: Any, dtype: torch.dtype | None = None) -> Any:
         """Run `dequantize_`, which makes this a plain model of transformers again; in `dtype` if given."""
