@@ -19,7 +19,7 @@ from thunder_moe import (
     nvfp4,
     quantize_,
 )
-from thunder_moe.integrations.huggingface.on_load_config import ThunderMoeConfig
+from thunder_moe.integrations.huggingface.configs import ThunderMoeConfig
 from thunder_moe.parallel import ExpertParallel, expert_load
 
 WEIGHT = nvfp4.quantize(torch.ones(2, 32, 32))

@@ -51,7 +51,6 @@ UPWARDS = {
 REGISTRATIONS = (
     "thunder_moe.registration",
     "thunder_moe.compilers.thunder.compat",  # the plugin
-    "thunder_moe.integrations.huggingface.saving",  # the methods of models that the loader marks
 )
 # Optional packages, and the only part of the package that imports each, but for what `ELSEWHERE` gives a reason for.
 OPTIONAL = {

@@ -58,9 +58,9 @@ print(sorted(set(thunder_moe._HOME) - set(globals())), Llama4MoE.__name__)
     assert fresh_python(code).splitlines() == [
         "torch.Size([1, 2, 32])",
         "moe_executor needs lightning-thunder: pip install 'thunder_moe[thunder]'",
-        "from_transformers needs transformers: pip install 'thunder_moe[transformers]'",
         "thunder_moe.integrations needs transformers >= 5.7: pip install 'thunder_moe[transformers]'",
-        "['ThunderMoeConfig', 'get_peft_model', 'load_checkpoint', 'load_lora_', 'load_peft_model',"
+        "thunder_moe.integrations needs transformers >= 5.7: pip install 'thunder_moe[transformers]'",
+        "['ThunderMoeConfig', 'fuse_norms_', 'get_peft_model', 'load_checkpoint', 'load_lora_', 'load_peft_model',"
         " 'moe_executor', 'save_checkpoint', 'save_lora'] Llama4MoE",
     ]
 

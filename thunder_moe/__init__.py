@@ -15,10 +15,10 @@ if TYPE_CHECKING:
     from thunder_moe.finetune.qat import finish_qat_, prepare_qat_
     from thunder_moe.formats.weight import MXFP8Weight, NVFP4Weight
     from thunder_moe.integrations.huggingface.checkpoint import load_checkpoint, save_checkpoint
+    from thunder_moe.integrations.huggingface.configs import ThunderMoeConfig
     from thunder_moe.integrations.huggingface.lora import get_peft_model, load_peft_model
     from thunder_moe.integrations.huggingface.lora_files import load_lora_, save_lora
     from thunder_moe.integrations.huggingface.norms import fuse_norms_
-    from thunder_moe.integrations.huggingface.on_load_config import ThunderMoeConfig
     from thunder_moe.kernels.select import simulate_w4a4, use_backend
     from thunder_moe.nn import (
         GroupedLinear,
@@ -157,7 +157,7 @@ __all__ = [
 
 # What needs a package that may be absent: `import *` leaves it out then, and its own import says what to install.
 _OPTIONAL = (
-    "ThunderMoeConfig", "get_peft_model", "load_checkpoint", "load_lora_", "load_peft_model",
+    "ThunderMoeConfig", "fuse_norms_", "get_peft_model", "load_checkpoint", "load_lora_", "load_peft_model",
     "moe_executor", "save_checkpoint", "save_lora",
 )  # fmt: skip
 _ALL = __all__

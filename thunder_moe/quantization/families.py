@@ -114,7 +114,7 @@ class ExpertFamily:
 # Module that has families -> the packages of the classes that they handle; any class when empty. Modules are listed by
 # name, so that `import thunder_moe` imports none. transformers_modules is the code that comes with a checkpoint.
 _MODULES: dict[str, tuple[str, ...]] = {
-    "thunder_moe.integrations.huggingface.families": (
+    "thunder_moe.integrations.huggingface.quantizer": (
         "transformers",
         "transformers_modules",
         "thunder_moe.integrations.huggingface",

@@ -178,7 +178,7 @@ def quantized(path, config, on_load, format="nvfp4"):
     from transformers.distributed import DistributedConfig
 
     from thunder_moe import quantize_
-    from thunder_moe.integrations.huggingface.on_load_config import ThunderMoeConfig
+    from thunder_moe.integrations.huggingface.configs import ThunderMoeConfig
 
     options = dict(quantization_config=ThunderMoeConfig(format=format)) if on_load else {}
     options |= dict(distributed_config=DistributedConfig(**config), dtype=torch.float32)

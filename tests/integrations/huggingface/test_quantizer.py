@@ -28,6 +28,7 @@ transformers = pytest.importorskip("transformers")
 
 from thunder_moe import dequantize_, mxfp8, quantize_, register  # noqa: E402
 from thunder_moe.checkpoint import Checkpoint, convert  # noqa: E402
+from thunder_moe.integrations.huggingface import checkpoint_names, sharding  # noqa: E402
 from thunder_moe.integrations.huggingface import quantizer as hf_quantizer  # noqa: E402
 from thunder_moe.integrations.huggingface.checkpoint import load_checkpoint, save_checkpoint  # noqa: E402
 from thunder_moe.integrations.huggingface.experts import NVFP4Experts  # noqa: E402
@@ -441,9 +442,16 @@ def test_linears_that_the_files_lack(tmp_path):
 
 @pytest.mark.parametrize("export", EXPORTS)
 def test_experts_that_are_not_known_are_an_error(monkeypatch, export):
-    monkeypatch.setattr(hf_quantizer, "expert_blocks", lambda model: {})
+    monkeypatch.setattr(checkpoint_names, "expert_blocks", lambda model: {})
     with pytest.raises(ValueError, match=r"experts.gate_up_proj is of experts that are not known here, cannot load"):
         load_checkpoint(DATA / export)
+
+
+def test_transformers_that_cannot_shard(monkeypatch):
+    """An older one asks for plans, too, and loads on one process."""
+    monkeypatch.setattr(sharding, "AVAILABLE", False)
+    monkeypatch.setattr(sharding, "by_layer", None)
+    assert experts_of(load_checkpoint(DATA / "modelopt_qwen3_moe"))
 
 
 def test_broken_checkpoints(tmp_path):

@@ -17,8 +17,8 @@ from thunder_moe import load_checkpoint, quantize_, save_checkpoint  # noqa: E40
 from thunder_moe.checkpoint import Checkpoint, ExpertsLayout, convert, write_checkpoint  # noqa: E402
 from thunder_moe.checkpoint.ignored import ignored_modules, merge_conflicts  # noqa: E402
 from thunder_moe.formats.nvfp4 import quantize  # noqa: E402
-from thunder_moe.integrations.huggingface.checkpoint import model_config, model_tensors  # noqa: E402
 from thunder_moe.integrations.huggingface.experts import NVFP4Experts, expert_blocks  # noqa: E402
+from thunder_moe.integrations.huggingface.writing import model_config, model_tensors  # noqa: E402
 
 ALL = ARCHITECTURES | OTHERS
 BF16 = torch.bfloat16

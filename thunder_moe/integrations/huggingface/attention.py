@@ -13,17 +13,11 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import AttentionMaskInterface, causal_mask_function, sdpa_mask
+from transformers.modeling_utils import AttentionInterface
 
 from thunder_moe.kernels.attention import cudnn_groups_heads, cudnn_groups_heads_of
-
-try:
-    from transformers.integrations.sdpa_attention import sdpa_attention_forward
-    from transformers.masking_utils import AttentionMaskInterface, causal_mask_function, sdpa_mask
-    from transformers.modeling_utils import AttentionInterface
-except ImportError as error:
-    raise ImportError(
-        "thunder_moe.integrations needs transformers >= 5.7: pip install 'thunder_moe[transformers]'"
-    ) from error
 
 __all__ = ["NAME", "grouped_sdpa_attention", "grouped_sdpa_mask"]
 
@@ -49,7 +43,7 @@ def grouped_sdpa_attention(
     """Compute the numbers of transformers' "sdpa", with its masks: the attention implementation "thunder_moe_sdpa".
 
     With a mask (so with every static cache, and with padding) "sdpa" copies keys and values once for each head of a
-    group. Here they stay as they are: where cuDNN runs attention (H100 and newer, 16 bits) and no gradients are needed,
+    group. Here they are not copied: where cuDNN runs attention (H100 and newer, 16 bits) and no gradients are needed,
     it groups the heads; elsewhere the heads of a group are further rows of the query, (B, Hkv, G * Q, D), for up to 64
     new tokens. Without a mask, and for models whose heads have keys of their own, it calls "sdpa".
 
@@ -132,7 +126,7 @@ def grouped_sdpa_mask(**given: Any) -> Tensor | None:
 def _grouped(
     query: Tensor, key: Tensor, value: Tensor, mask: Any, dropout: float, scaling: float | None
 ) -> Tensor | None:
-    """Return (B, Hq, Q, Dv), without copies of keys and values; None where repeating them is no slower."""
+    """Return (B, Hq, Q, Dv), without copies of keys and values; None where repeating them is as fast."""
     (batch, heads, queries, _), key_heads = query.shape, key.shape[1]
     options: dict[str, Any] = dict(dropout_p=dropout, scale=scaling)
     if _cudnn_groups_heads(query, key, value, mask, dropout):

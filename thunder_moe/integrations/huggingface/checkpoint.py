@@ -1,52 +1,23 @@
 """`load_checkpoint` and `save_checkpoint`: transformers models with NVFP4 experts from files and to files.
-Called by users; calls quantizer to load, thunder_moe.checkpoint to write.
+Called by users; calls quantizer to load, writing to save.
 """
 
 from __future__ import annotations
 
-import json
-import logging
-from collections import deque
-from collections.abc import Iterator
-from itertools import chain
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch.nn import Module
+import transformers
 
-from thunder_moe.checkpoint import Checkpoint, ExpertsLayout, ExpertWeights, write_checkpoint
+from thunder_moe.checkpoint import Checkpoint
 from thunder_moe.checkpoint.files import find_checkpoint, read_json
 from thunder_moe.checkpoint.writer import MAX_SHARD_SIZE
-from thunder_moe.finetune.lora import lora_linears, stored_adapters
-from thunder_moe.formats.weight import PackedWeight
-from thunder_moe.integrations.huggingface.expert_names import expert_source
-from thunder_moe.integrations.huggingface.experts import NVFP4Experts
-from thunder_moe.integrations.huggingface.gathering import (
-    by_first,
-    is_shared,
-    whole_experts,
-    whole_linear,
-    whole_state,
-)
-from thunder_moe.integrations.huggingface.quantizer import METHOD, NVFP4CheckpointQuantizer
-from thunder_moe.integrations.huggingface.sharding import refuse_part, require_available
-from thunder_moe.nn.linear import NVFP4Linear, NVFP4LinearPart, NVFP4LinearStack
-
-try:
-    import transformers
-    from transformers.core_model_loading import revert_weight_conversion
-    from transformers.dynamic_module_utils import custom_object_save
-except ImportError as error:
-    raise ImportError(
-        "integrations.huggingface.checkpoint needs transformers >= 5.7: pip install 'thunder_moe[transformers]'"
-    ) from error
+from thunder_moe.integrations.huggingface.quantizer import METHOD
+from thunder_moe.integrations.huggingface.sharding import require_available
+from thunder_moe.integrations.huggingface.writing import write_model
 
 __all__ = ["load_checkpoint", "save_checkpoint"]
-
-logger = logging.getLogger(__name__)
 
 
 def load_checkpoint(
@@ -58,7 +29,7 @@ def load_checkpoint(
     trust_remote_code: bool = False,
     **options: Any,
 ) -> transformers.PreTrainedModel:
-    """Loads an NVFP4, MXFP8 or MXFP4 checkpoint as a transformers model whose experts are `NVFP4Experts`.
+    """Load an NVFP4, MXFP8 or MXFP4 checkpoint as a transformers model whose experts are `NVFP4Experts`.
 
     Reads ModelOpt's forms, compressed-tensors' nvfp4-pack-quantized and mxfp8-quantized, and GPT-OSS's MXFP4 (as NVFP4,
     exactly, where ``from_pretrained`` would dequantize it). Packed weights go to their device layer by layer, in the
@@ -125,7 +96,7 @@ def load_checkpoint(
 
 
 def _model_class(config: Any, trust_remote_code: bool) -> Any:
-    """The class that loads a model: the one of its architecture, or one that finds the model's own code."""
+    """Return the class that loads a model: the one of its architecture, or one that finds the model's own code."""
     own = [name for name in getattr(config, "auto_map", None) or {} if name.startswith("AutoModel")]
     if trust_remote_code and own:
         named = "AutoModelForCausalLM" if "AutoModelForCausalLM" in own else own[-1]
@@ -146,7 +117,7 @@ def _require_accelerate() -> None:
 def save_checkpoint(
     model: transformers.PreTrainedModel, path: str | Path, *, max_shard_size: int | str = MAX_SHARD_SIZE
 ) -> Path:
-    """Writes a model with NVFP4 or MXFP8 experts or dense layers as ModelOpt does, for vLLM, SGLang, TensorRT-LLM, and
+    """Write a model with NVFP4 or MXFP8 experts or dense layers as ModelOpt does, for vLLM, SGLang, TensorRT-LLM, and
     `load_checkpoint`.
 
     The tokenizer and the other files but weights of the directory (or of the hub's local cache) that the model was
@@ -165,7 +136,7 @@ def save_checkpoint(
         path: a directory that does not exist yet; it appears whole.
         max_shard_size: of a file, in bytes or as "5GB".
 
-    Adapters of `add_lora_` are written beside the weights with their rank and alpha, and come back as they were, active
+    Adapters of `add_lora_` are written beside the weights with their rank and alpha, and come back, active
     or not; merged ones are in the weights alone.
 
     Returns:
@@ -183,57 +154,8 @@ def save_checkpoint(
     return write_model(model, path, max_shard_size, _source_directory(model))
 
 
-def write_model(
-    model: transformers.PreTrainedModel, path: str | Path, max_shard_size: int | str, companions: Path | None
-) -> Path:
-    """`save_checkpoint`, with the tokenizer and so on of a given directory, or none."""
-    blocks = {name: module for name, module in model.named_modules() if isinstance(module, NVFP4Experts)}
-    if not blocks and not any(isinstance(module, NVFP4Linear) for module in model.modules()):
-        raise ValueError(f"model: found no NVFP4 experts in {type(model).__name__}; call quantize_(model) first")
-    for name, tensor in chain(model.named_parameters(), model.named_buffers()):
-        if tensor.is_meta:
-            raise ValueError(f"model: {name} is on the 'meta' device (offloaded), wanted it in memory")
-    wrapped = next((name for name, _ in model.named_modules() if name.endswith(".base_layer")), None)
-    if wrapped is not None:
-        raise ValueError(
-            f"model: PEFT has wrapped {wrapped.removesuffix('.base_layer')}, wanted the PeftModel's save_pretrained,"
-            " which writes the adapters, or merge_and_unload before"
-        )
-    if stored_adapters(model):
-        logger.warning(
-            "adapters are written beside the weights, where this package alone reads them; for other engines,"
-            " merge_lora_(model), or save_lora(model, path, per_expert=True) beside the model without them"
-        )
-        refuse_part(model, "whose adapters are whole: each process has those of its part, in its state dict")
-    sources = expert_sources(model)
-    layout = next((layout for _, layout in sources.values()), None)
-    config = model_config(model)
-    extra = _own_code(model, config)
-    if model.can_generate():
-        extra["generation_config.json"] = model.generation_config.to_json_string()
-    tensors = model_tensors(model)
-
-    def write() -> Path:
-        options: dict[str, Any] = dict(layout=layout, max_shard_size=max_shard_size, extra=extra)
-        return write_checkpoint(path, config, tensors, **options, companions=companions)
-
-    if is_shared(model):
-        by_first(write, lambda: deque(tensors, maxlen=0))
-        return Path(path)
-    return write()
-
-
-def _own_code(model: transformers.PreTrainedModel, config: dict[str, Any]) -> dict[str, str]:
-    """Text of the Python files of a model that is no part of transformers, by name; `config` comes to name them."""
-    with TemporaryDirectory() as folder:
-        for part in (model.config, model):
-            if part._auto_class is not None:
-                custom_object_save(part, folder, config=config)
-        return {file.name: file.read_text(encoding="utf-8") for file in Path(folder).iterdir()}
-
-
 def _source_directory(model: transformers.PreTrainedModel) -> Path | None:
-    """The checkpoint that a model was loaded from, if it is still there and of the same kind of model."""
+    """Return the checkpoint that a model was loaded from, if it is still there and of the same kind of model."""
     name = model.name_or_path
     try:
         directory = find_checkpoint(name, getattr(model.config, "_commit_hash", None)) if name else None
@@ -242,93 +164,3 @@ def _source_directory(model: transformers.PreTrainedModel) -> Path | None:
     except (OSError, ValueError):
         return None
     return directory
-
-
-def model_config(model: transformers.PreTrainedModel) -> dict[str, Any]:
-    """config.json of a model, as it is now; what it says of a quantization is that of the files it came from."""
-    config: dict[str, Any] = json.loads(model.config.to_json_string(use_diff=True))
-    config.pop("distributed_config", None)
-    dtype = str(model.dtype).removeprefix("torch.")
-    if _has_untied_head(model):
-        config["tie_word_embeddings"] = False
-        if isinstance(text_config := config.get("text_config"), dict):
-            text_config["tie_word_embeddings"] = False
-    return config | {"architectures": [type(model).__name__], "dtype": dtype}
-
-
-def _has_untied_head(model: Any) -> bool:
-    """Whether the configuration ties the head to the embeddings, and the model has other weights there."""
-    head: Any = model.get_output_embeddings()
-    name = next((name for name, module in model.named_modules() if module is head), None)
-    if head is None or name is None:
-        return False
-    source = model.all_tied_weights_keys.get(f"{name}.weight")
-    if source is None:  # transformers forgets the ties that a checkpoint does not keep
-        config = model.config
-        if not any(getattr(each, "tie_word_embeddings", False) for each in (config, config.get_text_config())):
-            return False
-    if isinstance(head, NVFP4Linear):
-        return True
-    path, _, key = (source or "").rpartition(".")  # a given state dict puts plain tensors there: no get_parameter
-    embeddings = model.get_input_embeddings().weight if source is None else getattr(model.get_submodule(path), key)
-    # Offloading keeps a tensor for each of two tied weights.
-    return head.weight is not embeddings and not torch.equal(head.weight, embeddings.to(head.weight.device))
-
-
-def expert_sources(model: transformers.PreTrainedModel) -> dict[str, tuple[str, ExpertsLayout]]:
-    """Path of each block of 4-bit experts in the model -> its path and layout in a checkpoint."""
-    return {name: _source(model, name, module) for name, module in _blocks(model).items()}
-
-
-def _blocks(model: transformers.PreTrainedModel) -> dict[str, NVFP4Experts]:
-    """The blocks of 4-bit experts by their paths; one that several layers share has several."""
-    modules = model.named_modules(remove_duplicate=False)
-    return {name: module for name, module in modules if isinstance(module, NVFP4Experts)}
-
-
-def model_tensors(
-    model: transformers.PreTrainedModel,
-) -> Iterator[tuple[str, Tensor | ExpertWeights | PackedWeight]]:
-    """The experts and 4-bit dense layers by their paths in the checkpoint, then everything else by its name there."""
-    inside: set[str] = set()
-    sources = expert_sources(model)
-    blocks = _blocks(model)
-    for name, module in blocks.items():
-        inside |= {f"{name}.gate_up_bias", f"{name}.down_bias"}
-        yield sources[name][0], whole_experts(module)
-    # Not state_dict(): in another layout than "linear" that copies all 4-bit weights.
-    packed: set[Module] = {linear for module in blocks.values() for linear in (module.gate_up_proj, module.down_proj)}
-    packed |= {each for linear in lora_linears(model).values() for each in (linear.lora_A, linear.lora_B)}
-    state: dict[str, Tensor] = {}
-    for name, part in model.named_modules(remove_duplicate=False):
-        if isinstance(part, NVFP4LinearPart | NVFP4Linear):
-            if not isinstance(part, NVFP4LinearStack):
-                yield linear_source(model, name), whole_linear(part)
-                state |= {} if part.bias is None else {f"{name}.bias": part.bias.detach()}
-        elif part not in packed:
-            part._save_to_state_dict(state, f"{name}." if name else "", keep_vars=False)
-    tied = {} if _has_untied_head(model) else model.all_tied_weights_keys
-    state = {key: tensor for key, tensor in state.items() if key not in inside and tied.get(key) not in inside}
-    state = {key: tensor for key, tensor in state.items() if tied.get(key) not in state}
-    adapters = stored_adapters(model)  # by the model's own names, which are theirs in the file
-    if is_shared(model):
-        state, adapters = whole_state(state), whole_state(adapters)
-    yield from revert_weight_conversion(model, state).items()
-    yield from adapters.items()
-
-
-def linear_source(model: transformers.PreTrainedModel, name: str) -> str:
-    """The path of a dense layer in a checkpoint of the model's architecture."""
-    names = list(revert_weight_conversion(model, {f"{name}.weight": torch.zeros(1, 1)}))
-    if len(names) != 1 or not names[0].endswith(".weight"):
-        raise ValueError(f"model: checkpoints of {type(model).__name__} keep {name} as {names}, wanted one weight")
-    path: str = names[0].removesuffix(".weight")
-    return path
-
-
-def _source(model: transformers.PreTrainedModel, name: str, module: NVFP4Experts) -> tuple[str, ExpertsLayout]:
-    """(path, layout) of a block of experts in a checkpoint: of the one it was loaded from, or of its architecture."""
-    quantizer = getattr(model, "hf_quantizer", None)
-    if isinstance(quantizer, NVFP4CheckpointQuantizer) and name in quantizer.layouts:
-        return quantizer.layouts[name]
-    return expert_source(model, name, module.form)

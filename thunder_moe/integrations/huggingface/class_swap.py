@@ -1,5 +1,5 @@
-"""`OtherForward`: another forward for a module of transformers, in place and with a way back.
-Base of `FusedRouter`, `FusedNorm` and Llama 4's routed layer and router; calls accelerate_hooks.
+"""`OtherMethods` and `OtherForward`: other methods for a module of transformers, in place and with a way back.
+Bases of `QuantizedModel`, `FusedRouter`, `FusedNorm` and Llama 4's routed layer and router; call accelerate_hooks.
 """
 
 from __future__ import annotations
@@ -11,66 +11,85 @@ from torch import nn
 
 from thunder_moe.quantization.accelerate_hooks import unhooked
 
-__all__ = ["OtherForward"]
+__all__ = ["OtherForward", "OtherMethods"]
 
 
-class OtherForward(nn.Module):
-    """Base of classes whose forward takes the place of a module's own, which it can call as ``super().forward``.
+class OtherMethods(nn.Module):
+    """Base of classes whose methods take the place of a module's own, which they can call by ``super()``.
 
     `put_on` changes the class of the module to a subclass of its own class, as torch's parametrizations and
     fully_shard do. The module stays the same object, with its place in every parent, its ties, hooks, parameters and
     names in the state dict, and isinstance holds. A new module in its place would lose the references of others, and
-    a model that is one norm has no parent to put it into. A forward set on the instance would read the tensors of the
+    a model that is one norm lacks a parent to put it into. A forward set on the instance would read the tensors of the
     module that it was made for even in a copy that got others (DataParallel's replicas).
 
     Attributes:
         own_class: the module's class without it.
+        prefix: of the name of a module's new class; "": that class has name and module of the module's own class.
         added: names of the attributes that `take_off` deletes.
     """
 
     own_class: type[nn.Module]
+    prefix = ""
     added: tuple[str, ...] = ()
+
+    @staticmethod
+    def _set_class(module: nn.Module, kind: Any) -> None:
+        module.__class__ = kind
 
     @classmethod
     def put_on(cls, module: nn.Module, **attributes: Any) -> None:
-        """Give a module this forward, and attributes that it reads."""
+        """Give a module these methods, and attributes that they read."""
         if not cls.is_on(module):
-            forward: Any = cls
+            methods: Any = cls
             kind: Any = type(module)
-            with unhooked(module):
-                module.__class__ = _class_of(forward, kind)
+            cls._set_class(module, _class_of(methods, kind))
         vars(module).update(attributes)
 
     @classmethod
     def is_on(cls, module: nn.Module) -> bool:
-        """True if a module has this forward; False also if somebody has made a class of that class."""
-        forward: Any = cls
+        """True if a module has these methods; False also if somebody has made a class of its class."""
+        methods: Any = cls
         kind: Any = type(module)
-        return issubclass(kind, cls) and kind is _class_of(forward, kind.own_class)
+        return issubclass(kind, cls) and kind is _class_of(methods, kind.own_class)
 
     @classmethod
     def take_off(cls, module: nn.Module) -> None:
-        """Undo `put_on`; leave any other module as it is."""
+        """Undo `put_on`; leave any other module unchanged."""
         if cls.is_on(module):
             kind: Any = type(module)
             for name in cls.added:
                 vars(module).pop(name, None)
-            with unhooked(module):
-                module.__class__ = kind.own_class
+            cls._set_class(module, kind.own_class)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        forward = next(cls for cls in type(self).__mro__ if OtherForward in cls.__bases__)
-        return _unpickled, (forward, self.own_class), self.__dict__
+        bases = OtherMethods, OtherForward
+        methods = next(cls for cls in type(self).__mro__ if cls.__bases__[0] in bases)
+        return _unpickled, (methods, self.own_class), *super().__reduce_ex__(protocol)[2:]
+
+
+class OtherForward(OtherMethods):
+    """Base of classes with another forward: a hook of accelerate's, which has the old one, is added again."""
+
+    prefix = "Fused"
+
+    @staticmethod
+    def _set_class(module: nn.Module, kind: Any) -> None:
+        with unhooked(module):
+            module.__class__ = kind
 
 
 @functools.cache
-def _class_of(forward: Any, own_class: Any) -> Any:
-    """Return the subclass of both; `forward` itself if it is one."""
-    if issubclass(forward, own_class):
-        return forward
-    return type(f"Fused{own_class.__name__}", (forward, own_class), {"own_class": own_class, "__module__": __name__})
+def _class_of(methods: Any, own_class: Any) -> Any:
+    """Return the subclass of both; `methods` itself if it is one."""
+    if issubclass(methods, own_class):
+        return methods
+    members = {"own_class": own_class, "__module__": __name__}
+    if not methods.prefix:
+        members |= {"__module__": own_class.__module__, "__qualname__": own_class.__qualname__}
+    return type(f"{methods.prefix}{own_class.__name__}", (methods, own_class), members)
 
 
-def _unpickled(forward: Any, own_class: Any) -> Any:
-    kind = _class_of(forward, own_class)
+def _unpickled(methods: Any, own_class: Any) -> Any:
+    kind = _class_of(methods, own_class)
     return kind.__new__(kind)

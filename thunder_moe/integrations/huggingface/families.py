@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from thunder_moe.integrations.huggingface.experts import NVFP4Experts, expert_weights, quantized_experts
 from thunder_moe.integrations.huggingface.forms import form_of, has_experts, not_plain_experts, stored_weights
 from thunder_moe.integrations.huggingface.routers import RowOrders, fuse_routers, restore_routers
+from thunder_moe.integrations.huggingface.saving import mark_quantized
 from thunder_moe.integrations.huggingface.sharded_forward import sharding_of
 from thunder_moe.quantization.families import ExpertFamily, Quantization
 
@@ -57,8 +58,6 @@ class TransformersExperts(ExpertFamily):
         return module.dequantized(memo)
 
     def finish(self, model: nn.Module) -> None:
-        from thunder_moe.integrations.huggingface.saving import mark_quantized
-
         mark_quantized(model)
 
 
@@ -92,7 +91,7 @@ FAMILIES = (Llama4Experts(), TransformersExperts())
 
 
 def put_experts(parent: nn.Module, name: str, experts: nn.Module) -> None:
-    """Makes an experts module (`NVFP4Experts`, or the 16-bit one again) a child of the layer that calls it.
+    """Make an experts module (`NVFP4Experts`, or the 16-bit one again) a child of the layer that calls it.
 
     The same as ``setattr(parent, name, experts)``, but for Llama 4: its layer runs all experts on all tokens, and is
     made to route here.
@@ -100,16 +99,12 @@ def put_experts(parent: nn.Module, name: str, experts: nn.Module) -> None:
     Raises:
         TypeError: the experts are those of Llama 4 and the layer is not its own.
     """
-    family: ExpertFamily = ExpertFamily()
-    for known in FAMILIES:
-        if known.match(experts) or known.match_quantized(experts):
-            family = known
-            break
+    family = next((each for each in FAMILIES if each.match(experts) or each.match_quantized(experts)), ExpertFamily())
     family.put(parent, name, experts)
 
 
 def _of_no_part(module: nn.Module) -> str | None:
-    """Why this process' part of 16-bit experts, if it is one, is none that 4-bit weights can have."""
+    """Return why 4-bit weights cannot have this process' part of 16-bit experts; None if they can, or it has all."""
     sharding, form = sharding_of(module), form_of(module)
     if sharding is None or form is None:
         return None

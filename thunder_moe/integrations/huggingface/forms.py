@@ -145,7 +145,7 @@ def has_experts(module: nn.Module) -> bool:
 def not_plain_experts(module: nn.Module) -> str | None:
     """Return why an experts module, in 16 or (`NVFP4Experts`) 4 bits, cannot be replaced; None when it can.
 
-    Its forward has to be that of the interface, or of the known class: what a subclass or an instance computes itself
+    Its forward has to be the interface's, or the known class's: what a subclass or an instance computes itself
     is not known, nor do hooks survive, except accelerate's.
     """
     reason = instance_customization(module)

@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, grouped_mm_experts_forward
 
 from thunder_moe import weight_cache
 from thunder_moe.compilers.safety import is_hidden_training_forward
@@ -34,13 +35,6 @@ from thunder_moe.ops.grouped_mm import operands
 from thunder_moe.ops.operator import name_in
 from thunder_moe.routing import expert_of_row, gather_rows, invert, live_rows, sort_by_expert
 from thunder_moe.weight_cache import stacked_layout
-
-try:
-    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, grouped_mm_experts_forward
-except ImportError as error:
-    raise ImportError(
-        "thunder_moe.integrations needs transformers >= 5.7: pip install 'thunder_moe[transformers]'"
-    ) from error
 
 __all__ = ["run_experts", "thunder_moe_experts"]
 
@@ -86,7 +80,7 @@ def run_experts(
         )  # fmt: skip
     ops = torch.ops.thunder_moe
     row_slot, offsets, slot_row = ops.moe_route(ids, gate_up.shape[0]) if order is None else order
-    # Rows past the last group are undefined; zero them wherever other rows' gradients could meet theirs.
+    # Rows past the last group are undefined; zero them where other rows' gradients could meet theirs.
     live = live_rows(offsets, row_slot.shape[0])
     rows = gather_rows(hidden, row_slot)
     if on_input is not None:

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from transformers.models.llama4.modeling_llama4 import Llama4Router, Llama4TextMoe
 
 from thunder_moe.integrations.huggingface.class_swap import OtherForward
 from thunder_moe.integrations.huggingface.forms import alpha_of
@@ -17,11 +18,6 @@ from thunder_moe.nn import Llama4MoE, Llama4MoEConfig
 from thunder_moe.nn.quantized import calls_only_its_class
 from thunder_moe.ops import router as _router  # noqa: F401  (registers the operator)
 from thunder_moe.quantization.replaceable import has_hook, has_own_forward
-
-try:
-    from transformers.models.llama4.modeling_llama4 import Llama4Router, Llama4TextMoe
-except ImportError as error:
-    raise ImportError("from_transformers needs transformers: pip install 'thunder_moe[transformers]'") from error
 
 __all__ = [
     "Llama4TextMoe",

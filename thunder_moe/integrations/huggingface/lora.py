@@ -150,8 +150,8 @@ class _WithExperts(peft.PeftModel):
         per_expert: bool = False,
         **kwargs: Any,
     ) -> None:
-        """Save adapters, those of 4-bit layers in the same files, in PEFT's names and shapes; with per_expert in those
-        that vLLM reads (see `save_lora`).
+        """Save adapters, of 4-bit layers in the same files, in PEFT's names and shapes; with per_expert in vLLM's (see
+        `save_lora`).
 
         Raises:
             ValueError: no safe_serialization; adapters of experts are merged, or were removed since.
@@ -194,7 +194,7 @@ class _WithExperts(peft.PeftModel):
 
     @contextmanager
     def disable_adapter(self) -> Iterator[None]:
-        """Compute without adapters, those of 4-bit layers, too."""
+        """Compute without adapters, in 4-bit layers, too."""
         refuse_changed(self.base_model)
         linears = lora_linears(self)
         active = {name: linear.lora_active for name, linear in linears.items()}
@@ -355,7 +355,7 @@ def _add(model: Any, chosen: list[tuple[Target, int, float, bool]], config: Any,
 
 
 def _rest(model: nn.Module, config: Any, tensors: dict[str, Tensor] | None = None) -> Any:
-    """Return the configuration for PEFT: the other layers by whole names, those alone of which files have `tensors`."""
+    """Return the configuration for PEFT: the other layers by whole names, or the ones that `tensors` are of."""
     rest = copy.deepcopy(config)
     rest.target_parameters = None
     paths = {target.block for target in targets(model)}

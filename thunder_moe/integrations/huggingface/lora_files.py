@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from thunder_moe.checkpoint.files import read_json
 from thunder_moe.finetune.lora import DTYPES, add_by_name_, freeze_others_, lora_linears, refuse_merged, use_lora_
 from thunder_moe.formats.gate_up import deinterleave, interleave
-from thunder_moe.integrations.huggingface.expert_names import expert_source
+from thunder_moe.integrations.huggingface.checkpoint_names import expert_source
 from thunder_moe.integrations.huggingface.lora_targets import PREFIX, Target, blocks_of, is_named, place_of, targets
 from thunder_moe.integrations.huggingface.sharding import refuse_part
 from thunder_moe.nn.lora import LoRALinear, LoRASpec
@@ -115,7 +115,7 @@ def encode(
 
 
 def write_adapter(path: Path, tensors: dict[str, Tensor], config: dict[str, Any]) -> None:
-    """Write both files of an adapter into an existing directory; an error leaves an earlier adapter there as it was.
+    """Write both files of an adapter into an existing directory; an error leaves an earlier adapter there unchanged.
 
     The configuration goes first and comes last, so that an interruption never leaves weights beside the rank and alpha
     of others.
@@ -467,7 +467,7 @@ def numbers(
 
 
 def pattern(values: Mapping[str, float], general: float) -> dict[str, float]:
-    """Return PEFT's pattern of numbers by module, no two keys of which fit one name: PEFT sorts them when it saves."""
+    """Return PEFT's pattern of numbers by module, in which no name fits two keys: PEFT sorts them when it saves."""
     if set(values.values()) == {general}:
         return {}
     by_suffix: dict[str, set[float]] = {}

@@ -55,7 +55,7 @@ class Target:
 
 
 def targets(model: nn.Module) -> list[Target]:
-    """Return the 4-bit linears of a model: those of experts, gate and up before down, then the dense layers."""
+    """Return the 4-bit linears of a model: first the experts', gate and up before down, then the dense layers."""
     found, dense = [], []
     for name, module in model.named_modules():
         if isinstance(module, NVFP4Experts):

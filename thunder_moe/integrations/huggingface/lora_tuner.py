@@ -38,7 +38,7 @@ class TunerWithExperts(LoraModel):
         self.of_experts = frozenset(names_of(self.model))
 
     def set_adapter(self, adapter_name: str | list[str], inference_mode: bool = False) -> None:
-        """Switch adapters, those of 4-bit layers, too."""
+        """Switch adapters, in 4-bit layers, too."""
         refuse_changed(self)
         super().set_adapter(adapter_name, inference_mode)
         self.use(not inference_mode)
@@ -57,14 +57,14 @@ class TunerWithExperts(LoraModel):
             self.use(trainable)
 
     def disable_adapter_layers(self) -> None:
-        """Disable all adapters, those of 4-bit layers, too."""
+        """Disable all adapters, in 4-bit layers, too."""
         refuse_changed(self)
         super().disable_adapter_layers()
         self.experts_disabled = True
         self._activate()
 
     def enable_adapter_layers(self) -> None:
-        """Enable the active adapters, those of 4-bit layers, too."""
+        """Enable the active adapters, in 4-bit layers, too."""
         refuse_changed(self)
         super().enable_adapter_layers()
         self.experts_disabled = False
@@ -90,7 +90,7 @@ class TunerWithExperts(LoraModel):
                     parameters[name].requires_grad_(trainable and name in self.active_adapters)
 
     def set_requires_grad(self, adapter_names: str | Sequence[str], requires_grad: bool = True) -> None:
-        """Make parameters of adapters trainable or not, those of 4-bit layers, too."""
+        """Make parameters of adapters trainable or not, in 4-bit layers, too."""
         super().set_requires_grad(adapter_names, requires_grad)
         names = [adapter_names] if isinstance(adapter_names, str) else adapter_names
         for linear in lora_linears(self.model).values():
@@ -105,7 +105,7 @@ class TunerWithExperts(LoraModel):
         )
 
     def merge_adapter(self, adapter_names: list[str] | None = None, safe_merge: bool = False) -> None:
-        """Merge PEFT's adapters; those of 4-bit layers stay beside their weights, which gives the same numbers.
+        """Merge PEFT's adapters; adapters of 4-bit layers stay beside their weights, which gives the same numbers.
 
         Raises:
             ValueError: names of adapters that are not active.

@@ -2,7 +2,7 @@
 inference on CUDA, of the classes that `norm_table` lists.
 Called by users; calls norm_table, class_swap and torch's fused rms_norm.
 
-A norm runs its own forward wherever the fused one is not known to compute the same, as with gradients and in compiled
+A norm runs its own forward where the fused one is not known to compute the same, as with gradients and in compiled
 graphs.
 
 Legend: ... any leading dimensions, H hidden_size.

@@ -1,10 +1,10 @@
 """4-bit modules that wait in main memory or on disk, and are on the device that computes during their forward.
 Called by on_load, for what a ``device_map`` puts on "cpu" beside an accelerator or on "disk"; calls accelerate's hooks.
 
-Pipeline: a packed module leaves a `_Placeholder` in the model, and its tensors go to main memory, or to transformers,
-which writes them to its offload folder -> accelerate gives the placeholders hooks, which say where to compute and how
-to read -> the module comes back with a hook that moves all of its tensors. (Accelerate's own hooks move parameters of
-the module that is called; ours are buffers, of children that are not.)
+Pipeline: a packed module leaves a `_Placeholder` in the model; its tensors go to main memory, or to transformers for
+its offload folder -> accelerate gives the placeholders hooks, which say where to compute -> the module comes back with
+a hook that moves all of its tensors. (Accelerate's own hooks move parameters of the module that is called; our tensors
+are buffers of its children.)
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from thunder_moe.integrations.huggingface.loading import mark_initialized
 from thunder_moe.kernels.select import lay_out
 from thunder_moe.nn.linear import NVFP4Linear, NVFP4LinearPart
 
@@ -21,13 +22,12 @@ __all__ = ["Offloaded", "separate"]
 
 
 class _Placeholder(nn.Module):
-    """Stands for a module while accelerate dispatches a model; its parameter makes accelerate give it a hook."""
+    """A stand-in for a module while accelerate dispatches a model; its parameter makes accelerate give it a hook."""
 
     def __init__(self) -> None:
         super().__init__()
         self.offloaded = nn.Parameter(torch.empty(1, device="meta"), requires_grad=False)
-        for thing in (self, self.offloaded):
-            vars(thing)["_is_hf_initialized"] = True
+        mark_initialized(self, self.offloaded)
 
 
 class Offloaded:
@@ -65,14 +65,14 @@ class Offloaded:
         parent._modules[key] = _Placeholder()
 
     def files(self) -> dict[str, Tensor]:
-        """The tensors of a module on disk by their full names, which it forgets; none of another one."""
+        """Return the tensors of a module on disk by their full names, and forget them; none of another module."""
         if not self._on_disk:
             return {}
         tensors, self.tensors = self.tensors, {}
         return {f"{self._name}.{each}": tensor for each, tensor in tensors.items()}
 
     def put_back(self) -> None:
-        """Puts the module into the model again, once accelerate has dispatched it."""
+        """Put the module into the model again, once accelerate has dispatched it."""
         from accelerate.hooks import AlignDevicesHook, add_hook_to_module
         from accelerate.utils import PrefixedDataset
 
@@ -94,7 +94,7 @@ class Offloaded:
 
 
 def separate(part: NVFP4LinearPart) -> NVFP4Linear:
-    """A linear of a stack as one of its own, with the same numbers: a stack's tensors would be away for its parts."""
+    """Return a linear of a stack as a module with tensors of its own: offloading a stack would take its parts' away."""
     stack, weight = part.stack, part.packed_weight
     own = weight.with_tensors(tensor.clone() for tensor in weight.tensors())
     bias: nn.Parameter | None = None

@@ -1,6 +1,6 @@
 """transformers' quantizer plug-in for `ThunderMoeConfig`: a 16-bit checkpoint is quantized while it loads.
-Called by transformers once `quantizer.register` has run; calls choose for the modules, plan to replace them, experts to
-pack single weights.
+Called by transformers, to which quantizer makes it known; calls choose for the modules, plan to replace them, and
+experts to pack single weights.
 
 Pipeline: 16-bit skeleton on "meta" -> the modules that `quantize_` would replace are chosen in it -> transformers reads
 the weights of a layer, merges them and hands them to `_Quantize` -> each weight of experts is packed at once; a module
@@ -10,22 +10,24 @@ weights that are not tied after all).
 
 from __future__ import annotations
 
-import os
-from collections import defaultdict
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers.core_model_loading import ConversionOps
+from transformers.integrations.accelerate import get_device
 
-from thunder_moe.checkpoint.files import read_headers, require_inside
+from thunder_moe.checkpoint.files import read_headers
 from thunder_moe.formats.registry import FORMATS
+from thunder_moe.integrations.huggingface.configs import ThunderMoeConfig
 from thunder_moe.integrations.huggingface.experts import NVFP4Experts, pack_ahead
 from thunder_moe.integrations.huggingface.families import TransformersExperts
 from thunder_moe.integrations.huggingface.forms import require_form, stored_weights
+from thunder_moe.integrations.huggingface.loading import PackedQuantizer, mark_initialized
 from thunder_moe.integrations.huggingface.offload import Offloaded, separate
-from thunder_moe.integrations.huggingface.on_load_config import ThunderMoeConfig
-from thunder_moe.integrations.huggingface.saving import SavesNVFP4, forget_quantization, mark_quantized
+from thunder_moe.integrations.huggingface.saving import forget_quantization
 from thunder_moe.integrations.huggingface.sharded_forward import local_of, sharding_of
 from thunder_moe.integrations.huggingface.sharding import refuse_parallel
 from thunder_moe.nn.linear import NVFP4LinearPart
@@ -35,21 +37,13 @@ from thunder_moe.quantization.dense_linears import DenseLinears
 from thunder_moe.quantization.families import ExpertFamily, Quantization
 from thunder_moe.quantization.plan import Target, replace_module
 
-try:
-    from transformers.core_model_loading import ConversionOps
-    from transformers.integrations.accelerate import get_device
-except ImportError as error:
-    raise ImportError(
-        "integrations.huggingface.on_load needs transformers >= 5.7: pip install 'thunder_moe[transformers]'"
-    ) from error
-
-__all__ = ["ThunderMoeQuantizer", "refuse_outside"]
+__all__ = ["ThunderMoeQuantizer"]
 
 _WEIGHTS = ("gate_up_proj", "up_proj", "down_proj")  # of experts, as opposed to their biases
 
 
-class ThunderMoeQuantizer(SavesNVFP4):
-    """Quantizes the weights of a 16-bit checkpoint as transformers loads them; see this file's pipeline."""
+class ThunderMoeQuantizer(PackedQuantizer):
+    """Quantize the weights of a 16-bit checkpoint as transformers loads them; see this file's pipeline."""
 
     quantization_config: ThunderMoeConfig
 
@@ -72,11 +66,8 @@ class ThunderMoeQuantizer(SavesNVFP4):
         self._dtype = dtype
         return dtype
 
-    def _process_model_before_weight_loading(
-        self, model: nn.Module, checkpoint_files: list[str] | None = None, **kwargs: Any
-    ) -> None:
-        refuse_outside(model, checkpoint_files)
-        files = [Path(file) for file in checkpoint_files or () if str(file).endswith(".safetensors")]
+    def prepare(self, model: Any, files: list[Path]) -> None:
+        """Refuse files with tensors that are not floating-point; what is quantized is chosen when all is known."""
         for info in read_headers(files).values():
             info.require_float()
 
@@ -97,18 +88,13 @@ class ThunderMoeQuantizer(SavesNVFP4):
             self._load = _Load(model, self.quantization_config, self._device_map, self._dtype)
         return self._load
 
-    def _process_model_after_weight_loading(self, model: nn.Module, **kwargs: Any) -> None:
-        self._load_of(model).finish()
-        self._load = None
-        forget_quantization(model)  # from here on it is what `quantize_` makes
-        mark_quantized(model)
-
-
-def refuse_outside(model: Any, checkpoint_files: list[str] | None) -> None:
-    """Raises a ValueError where the index of a local checkpoint names files outside of its directory."""
-    directory = str(model.name_or_path)
-    if checkpoint_files and os.path.isdir(directory):
-        require_inside(checkpoint_files, Path(directory))
+    def finish(self, model: Any) -> None:
+        """Quantize the rest, and make the model what `quantize_` makes."""
+        load, self._load = self._load_of(model), None
+        load.replace_started()
+        self.check_shapes(model)
+        load.quantize_rest()
+        forget_quantization(model)
 
 
 class _Load:
@@ -124,15 +110,10 @@ class _Load:
         self.units: dict[str, _Unit] = {}
         self.replaced = False
         self._offloaded: list[Offloaded] = []
-        self._shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
         with torch.inference_mode(False), torch.no_grad():
             plan = choose_modules(model, **config.options(), device_of=self._device_of(model))
         run, chosen = plan.run, plan.chosen
-        parents: dict[nn.Module, list[tuple[nn.Module, str]]] = defaultdict(list)
-        for parent in model.modules():
-            for name, child in parent._modules.items():
-                if child is not None and child in chosen:
-                    parents[child].append((parent, name))
+        places = Counter(child for parent in model.modules() for child in parent._modules.values())
         tied = {*model.all_tied_weights_keys, *model.all_tied_weights_keys.values()}
         done: set[nn.Module] = set()
         for module, place in chosen.items():
@@ -141,9 +122,9 @@ class _Load:
             if module in done or not isinstance(place.family, DenseLinears | TransformersExperts):
                 continue
             done.update(together)
-            unit = _Unit(members, {member: parents[member] for member in together}, run)
+            unit = _Unit(model, members, run)
             # What is not certain, or not of the dtype that transformers is going to load it in, is quantized later.
-            ahead = not tied.intersection(unit.waiting) and all(len(parents[member]) == 1 for member in together)
+            ahead = not tied.intersection(unit.waiting) and all(places[member] == 1 for member in together)
             if ahead and all(parameter.dtype == dtype for parameter in unit.parameters()):
                 self.units |= dict.fromkeys(unit.waiting, unit)
 
@@ -152,7 +133,7 @@ class _Load:
         return lambda module: self.device(names[module])
 
     def device(self, name: str) -> torch.device:
-        """Where a module or parameter of this name is going to be."""
+        """Return the device on which a module or parameter of this name will be."""
         if isinstance(self.device_map, str):  # "auto" and the like, before transformers has decided
             accelerator = torch.accelerator.current_accelerator()
             return accelerator or torch.device("cpu")
@@ -160,17 +141,17 @@ class _Load:
 
     @property
     def _main(self) -> torch.device:
-        """Where offloaded modules compute."""
+        """The device on which offloaded modules compute."""
         devices = [device for device in self.device_map.values() if str(device) not in ("cpu", "disk")]
         return torch.device(devices[0] if devices else "cpu")
 
     def _waits(self, name: str) -> str | None:
-        """Where an offloaded module or parameter waits, "cpu" or "disk"; None where it is not offloaded."""
+        """Return where an offloaded module or parameter waits, "cpu" or "disk"; None if it is not offloaded."""
         device = str(get_device(self.device_map, name))
         return device if device == "disk" or (device == "cpu" and self._main.type != "cpu") else None
 
     def take(self, name: str, tensor: Tensor) -> dict[str, Tensor]:
-        """Takes a tensor of a unit that has been loaded; returns what transformers is to write to disk."""
+        """Take a tensor of a unit that has been loaded; return what transformers is to write to disk."""
         unit, waits = self.units[name], self._waits(name)
         files: dict[str, Tensor] = {}
         unit.take(name, tensor.to(self.device(name)))
@@ -182,20 +163,17 @@ class _Load:
                 files |= self._offloaded[-1].files()
         return files
 
-    def finish(self) -> None:
-        """Quantizes what was not chosen ahead, with weights that the checkpoint lacks as transformers made them."""
+    def replace_started(self) -> None:
+        """Put offloaded modules back, and replace units that lack weights in the checkpoint."""
         for module in self._offloaded:
             module.put_back()
         for unit in dict.fromkeys(self.units.values()):
             if unit.started:
                 unit.replace()
                 self.replaced = True
-        for name, parameter in self.model.named_parameters():
-            wanted = self._shapes.get(name, parameter.shape)  # transformers 5.17 does not compare them
-            if parameter.shape != wanted:
-                raise ValueError(
-                    f"checkpoint: {name} has shape {tuple(parameter.shape)}, the model's has {tuple(wanted)}"
-                )
+
+    def quantize_rest(self) -> None:
+        """Quantize what was not chosen ahead."""
         with torch.inference_mode(False), torch.no_grad():
             plan = choose_modules(self.model, **self.config.options(), required=not self.replaced)
         if plan.chosen:
@@ -211,13 +189,8 @@ class _Unit:
         bytes_per_weight: of a packed weight with its share of a scale.
     """
 
-    def __init__(
-        self,
-        members: list[tuple[nn.Module, Target]],
-        parents: dict[nn.Module, list[tuple[nn.Module, str]]],
-        run: Quantization,
-    ) -> None:
-        self._members, self._parents = members, parents
+    def __init__(self, model: nn.Module, members: list[tuple[nn.Module, Target]], run: Quantization) -> None:
+        self._model, self._members = model, members
         self._run = Quantization(run.pack, run.layout, packs=run.packs)  # with a memo of its own: see `pack_ahead`
         self.bytes_per_weight = FORMATS[members[0][1].format].bits_per_weight / 8  # those of one weight have one format
         self.started = False
@@ -256,13 +229,13 @@ class _Unit:
         else:
             # A tensor that was read in inference mode cannot be a parameter outside of it.
             module.register_parameter(name, nn.Parameter(tensor.clone() if tensor.is_inference() else tensor))
-        _mark_initialized(module.get_parameter(name))
+        mark_initialized(module.get_parameter(name))
         del self.waiting[full_name]
 
     @torch.inference_mode(False)
     @torch.no_grad()
     def replace(self, *, separately: bool = False) -> list[tuple[nn.Module, str, str]]:
-        """Replaces the modules, `separately` with nothing shared between them.
+        """Replace the modules, `separately` with nothing shared between them.
 
         Returns:
             Of each its parent, its name there and its full name.
@@ -271,26 +244,29 @@ class _Unit:
         def convert(module: nn.Module, family: ExpertFamily) -> nn.Module:
             return family.convert(module, self._run.for_module(module))
 
+        places: list[tuple[nn.Module, str, str]] = []
         for module, place in self._members:
-            parents = self._parents[module]
-            new = replace_module(module, place, parents, convert, "quantizing")
-            for part in (*new.modules(), *(stack for parent, _ in parents for stack in parent.children())):
-                if isinstance(part, NVFP4Module | NVFP4Experts):
-                    _mark_initialized(part)
-        places = [(*parent, place.name) for module, place in self._members for parent in self._parents[module]]
+            path, _, key = place.name.rpartition(".")
+            parent = self._model.get_submodule(path)
+            new = replace_module(module, place, [(parent, key)], convert, "quantizing")
+            packed = (
+                each for each in (*new.modules(), *parent.children()) if isinstance(each, NVFP4Module | NVFP4Experts)
+            )
+            mark_initialized(*packed)
+            places.append((parent, key, place.name))
         for parent, key, _ in places if separately else ():
             each = parent._modules[key]
             if isinstance(each, NVFP4LinearPart):
                 linear = separate(each)
-                _mark_initialized(linear)
+                mark_initialized(linear)
                 self._members[0][1].family.put(parent, key, linear)
-        self._members, self._parents, self._run.memo = [], {}, {}
+        self._members, self._run.memo = [], {}
         self.started = False
         return places
 
 
 class _Quantize(ConversionOps):
-    """What transformers runs on the weights of a layer once it has them as the model wants them."""
+    """Quantize the weights of a layer, when transformers has renamed and merged them for the model."""
 
     def __init__(self, load: _Load) -> None:
         self.load = load
@@ -298,7 +274,7 @@ class _Quantize(ConversionOps):
     def convert(
         self, input_dict: dict[str, Any], *args: Any, missing_keys: set[str] | None = None, **kwargs: Any
     ) -> dict[str, Any]:
-        """Takes those that are to be quantized, and returns the others, and what is to be written to disk."""
+        """Take the tensors that are to be quantized; return the others, and what is to be written to disk."""
         others: dict[str, Any] = {}
         try:
             for name in list(input_dict):
@@ -315,7 +291,7 @@ class _Quantize(ConversionOps):
 
 
 class _Failed(dict[str, Any]):
-    """The result of a failure: transformers keeps what an operation raises and loads on; this raises on its use."""
+    """The result of a failure. transformers keeps what an operation raises and loads on; this raises on its use."""
 
     def __init__(self, error: Exception) -> None:
         super().__init__()
@@ -323,8 +299,3 @@ class _Failed(dict[str, Any]):
 
     def items(self) -> Any:
         raise self.error
-
-
-def _mark_initialized(thing: Any) -> None:
-    """Tells transformers that it need not initialise a parameter or the parameters of a module."""
-    thing._is_hf_initialized = True

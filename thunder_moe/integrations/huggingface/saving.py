@@ -1,14 +1,13 @@
-"""What transformers models with 4-bit or prepared modules do otherwise: save, load, resize, count, cast, dequantize.
-Called by families after `quantize_`, `dequantize_`, `prepare_qat_` and `finish_qat_`, and by quantizer after a load,
-through `mark_quantized`; calls checkpoint to write, state_dicts to read, thunder_moe.quantize for the way back.
+"""`QuantizedModel`: how transformers models with 4-bit or prepared modules save, load, resize, count, cast, dequantize.
+Called by families after `quantize_`, `dequantize_`, `prepare_qat_` and `finish_qat_`, and by loading, through
+`mark_quantized`; calls writing to save, state_dicts to read, quantization.quantize for the way back.
 
-A marked model's class is a subclass of its own, of the same name, so that `model.save_pretrained(path)`, `Trainer` and
-`push_to_hub` write what `save_checkpoint` writes. Models that share its config do not see any of it.
+A marked model's class is a subclass of its former class, of the same name, so that `model.save_pretrained(path)`,
+`Trainer` and `push_to_hub` write what `save_checkpoint` writes. Models that share its config do not see any of it.
 """
 
 from __future__ import annotations
 
-import functools
 import logging
 import math
 import os
@@ -21,24 +20,22 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
+from transformers import PreTrainedModel
 
 from thunder_moe.checkpoint.files import INDEX_NAME
 from thunder_moe.checkpoint.writer import MAX_SHARD_SIZE
 from thunder_moe.finetune.lora import lora_linears
 from thunder_moe.finetune.qat import FakeQuantize
+from thunder_moe.integrations.huggingface.class_swap import OtherMethods
+from thunder_moe.integrations.huggingface.configs import METHOD, ON_LOAD
 from thunder_moe.integrations.huggingface.lora_targets import refuse_left_out
+from thunder_moe.integrations.huggingface.state_dicts import load_by_checkpoint_names
+from thunder_moe.integrations.huggingface.writing import is_shared, write_model
 from thunder_moe.nn.packed import NVFP4Module
+from thunder_moe.quantization.quantize import dequantize_, dequantize_with_
 from thunder_moe.scratch import lock, remove_leftovers, scratch_directory
 
-try:
-    from transformers import PreTrainedModel
-    from transformers.quantizers.base import HfQuantizer
-except ImportError as error:
-    raise ImportError(
-        "integrations.huggingface.saving needs transformers >= 5.7: pip install 'thunder_moe[transformers]'"
-    ) from error
-
-__all__ = ["QuantizedModel", "SavesNVFP4", "forget_in_configs", "forget_quantization", "mark_quantized"]
+__all__ = ["QuantizedModel", "forget_in_configs", "forget_quantization", "mark_quantized"]
 
 logger = logging.getLogger(__name__)
 
@@ -46,41 +43,8 @@ CONFIG_NAME = "config.json"
 _WEIGHTS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors")
 
 
-class SavesNVFP4(HfQuantizer):
-    """What a quantizer of models with 4-bit modules of this package answers once the model is loaded.
-
-    Transformers asks it only where it is not the `QuantizedModel` that is called.
-    """
-
-    def is_serializable(self, *args: Any, **kwargs: Any) -> bool:
-        """False: transformers' own ``save_pretrained`` cannot write these models, that of `QuantizedModel` does."""
-        return False
-
-    @property
-    def is_trainable(self) -> bool:
-        """True: gradients flow through the frozen 4-bit weights to routers, norms and adapters."""
-        return True
-
-    @property
-    def is_qat_trainable(self) -> bool:
-        """True: `Trainer` may train what is not 4-bit, without adapters."""
-        return True
-
-    @property
-    def is_compileable(self) -> bool:
-        return True
-
-    def _dequantize(self, model: Any, dtype: torch.dtype | None = None) -> Any:
-        from thunder_moe.quantization.quantize import dequantize_
-
-        return dequantize_(model).to(dtype)
-
-
-class QuantizedModel:
-    """The methods of a transformers model that holds 4-bit modules, or weights that `prepare_qat_` has prepared;
-    `_marked_class` mixes it into the model's class."""
-
-    own_class: type
+class QuantizedModel(OtherMethods):
+    """The methods of a transformers model that holds 4-bit modules, or weights that `prepare_qat_` has prepared."""
 
     def save_pretrained(
         self: Any,
@@ -96,7 +60,7 @@ class QuantizedModel:
         distributed_checkpoint: bool = False,
         **kwargs: Any,
     ) -> None:
-        """Writes the model as `thunder_moe.save_checkpoint` does: ModelOpt's form, which `from_pretrained` (after
+        """Write the model as `thunder_moe.save_checkpoint` does: ModelOpt's form, which `from_pretrained` (after
         ``import thunder_moe``), `load_checkpoint` and other engines read, every tensor bit for bit.
 
         Everything is written into a hidden folder there first and moved when whole; the next save to this place
@@ -159,8 +123,6 @@ class QuantizedModel:
             raise ValueError("distributed_checkpoint: got True, wanted False: one process saves the whole 4-bit model")
         if prepared:
             raise ValueError(f"model: {next(iter(prepared))} is prepared for training: finish_qat_(model) before")
-        from thunder_moe.integrations.huggingface.gathering import is_shared
-
         directory = Path(save_directory)
         if directory.is_file():
             raise FileExistsError(f"save_directory: {directory} is a file, wanted a directory")
@@ -179,19 +141,17 @@ class QuantizedModel:
         return None
 
     def load_state_dict(self: Any, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """As of any module. It also takes the tensors of a checkpoint that `save_pretrained` wrote, or of a shard of
-        one, by their names there, as ``Trainer`` does that resumes; with ``strict=False`` for a shard.
+        """Load as any module does, or from tensors of a checkpoint that `save_pretrained` wrote, by their names there:
+        a resumed ``Trainer`` hands these over. The tensors of a shard need ``strict=False``.
 
         Raises:
             RuntimeError: as any module's; where adapters do not fit the state dict, or are merged, nothing has changed.
         """
-        from thunder_moe.integrations.huggingface.state_dicts import load_by_checkpoint_names
-
         for name, linear in lora_linears(self).items():  # before 4-bit weights are set
             if (problem := linear.obstacle_to_load(state_dict, f"{name}.")) is not None:
                 raise RuntimeError(f"Error in loading state_dict for {type(self).__name__}:\n\t{name}: {problem}")
         state_dict = load_by_checkpoint_names(self, state_dict, prepared_names(self))
-        return super().load_state_dict(state_dict, strict=strict, assign=assign)  # type: ignore[misc]
+        return super().load_state_dict(state_dict, strict=strict, assign=assign)
 
     def resize_token_embeddings(
         self: Any,
@@ -199,15 +159,13 @@ class QuantizedModel:
         pad_to_multiple_of: int | None = None,
         mean_resizing: bool = True,
     ) -> nn.Module:
-        """Resizes as transformers does. A 4-bit head is dequantized before and stays 16-bit, because the rows of new
+        """Resize as transformers does. A 4-bit head is dequantized before and stays 16-bit, because the rows of new
         tokens have to be trained: it is trainable where the embeddings are. The log says so. A size that is there
         already changes nothing.
 
         Raises:
             ValueError: the head is 4-bit and cannot be replaced (the message says why). The model is unchanged then.
         """
-        from thunder_moe.quantization.quantize import dequantize_with_
-
         resize = super().resize_token_embeddings  # type: ignore[misc]
         head, embeddings = self.get_output_embeddings(), self.get_input_embeddings()
         if head is None or not _is_quantized(head):
@@ -224,8 +182,8 @@ class QuantizedModel:
         return resize(new_num_tokens, pad_to_multiple_of, mean_resizing)  # type: ignore[no-any-return]
 
     def num_parameters(self: Any, only_trainable: bool = False, exclude_embeddings: bool = False) -> int:
-        """Counts as transformers does, and a packed weight as the one that it stands for: as a whole where several
-        processes share it."""
+        """Count as transformers does, and each packed weight with the number of its 16-bit weights: all of them, even
+        where several processes share it."""
         count: int = super().num_parameters(only_trainable, exclude_embeddings)  # type: ignore[misc]
         if only_trainable:
             return count
@@ -236,79 +194,46 @@ class QuantizedModel:
         return count
 
     def half(self: Any) -> Any:
-        """Casts all but the packed weights; transformers refuses that where a model was loaded in 4 bits."""
+        """Cast all but the packed weights; transformers refuses that where a model was loaded in 4 bits."""
         return nn.Module.half(self)
 
     def float(self: Any) -> Any:
-        """Casts all but the packed weights to float32, as `half` does to float16."""
+        """Cast all but the packed weights to float32, as `half` does to float16."""
         return nn.Module.float(self)
 
-    @property
-    def peft_config(self: Any) -> dict[str, Any]:
-        """PEFT's configurations by adapter, which PEFT sets when it has put the first one's layers into the model.
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Set an attribute; refuse the configurations that stock PEFT sets when it has left out 4-bit layers they mean.
 
         Raises:
-            ValueError: set by stock PEFT, which has left out 4-bit layers that the configuration means.
+            ValueError: the first ``peft_config``, of a configuration that names such layers.
         """
-        if "peft_config" not in vars(self):
-            raise AttributeError("peft_config")
-        found: dict[str, Any] = vars(self)["peft_config"]
-        return found
-
-    @peft_config.setter
-    def peft_config(self: Any, configs: dict[str, Any]) -> None:
-        if "peft_config" not in vars(self):
-            refuse_left_out(self, configs)
-        vars(self)["peft_config"] = configs
-
-    @peft_config.deleter
-    def peft_config(self: Any) -> None:
-        del vars(self)["peft_config"]
+        if name == "peft_config" and name not in vars(self):
+            refuse_left_out(self, value)
+        super().__setattr__(name, value)
 
     def dequantize(self: Any, dtype: torch.dtype | None = None) -> Any:
-        """`dequantize_` of this model, which is a plain one of transformers afterwards; in `dtype` if given."""
-        from thunder_moe.quantization.quantize import dequantize_
-
+        """Run `dequantize_`, which makes this a plain model of transformers again; in `dtype` if given."""
         model = dequantize_(self)
         return model if dtype is None else model.to(dtype)
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        reduced = super().__reduce_ex__(protocol)
-        return _unpickled, (self.own_class,), *reduced[2:]
-
-
-@functools.cache
-def _marked_class(own_class: Any) -> Any:
-    members = {"own_class": own_class, "__module__": own_class.__module__, "__qualname__": own_class.__qualname__}
-    return type(own_class.__name__, (QuantizedModel, own_class), members)
-
-
-def _unpickled(own_class: Any) -> Any:
-    marked = _marked_class(own_class)
-    return marked.__new__(marked)
-
 
 def mark_quantized(model: nn.Module) -> None:
-    """Makes each transformers model in `model` that holds 4-bit or prepared modules a `QuantizedModel`, and gives one
-    that no longer does its own class back, without the quantization in its config that a load has left there.
+    """Make each transformers model in `model` that holds 4-bit or prepared modules a `QuantizedModel`. Give one that no
+    longer does its own class back, and remove from its config what a load has left there.
 
-    Of models inside of each other it marks the outer one. ``from_pretrained`` then reads what they save.
+    Of models inside of each other the outer one is marked. ``from_pretrained`` then reads what they save.
     """
-    from thunder_moe.integrations.huggingface import quantizer  # noqa: F401  (adds its entries to transformers')
-
     inside: set[nn.Module] = set()
     for module in model.modules():
         if not isinstance(module, PreTrainedModel):
             continue
-        kind: Any = type(module)
         if _is_quantized(module) or prepared_names(module):
-            if module not in inside and not issubclass(kind, QuantizedModel):
-                module.__class__ = _marked_class(kind)
+            if module not in inside and not isinstance(module, QuantizedModel):
+                QuantizedModel.put_on(module)
             inside.update(module.modules())
             continue
-        if issubclass(kind, QuantizedModel):
-            module.__class__ = kind.own_class
-        if isinstance(getattr(module, "hf_quantizer", None), SavesNVFP4):
+        QuantizedModel.take_off(module)
+        if getattr(module, "quantization_method", None) in (METHOD, ON_LOAD):
             forget_quantization(module)
 
 
@@ -317,7 +242,7 @@ def _is_quantized(model: nn.Module) -> bool:
 
 
 def prepared_names(model: nn.Module) -> dict[str, str]:
-    """Plain name of each parameter that `prepare_qat_` has prepared -> the one that it has meanwhile."""
+    """Return the plain name of each parameter that `prepare_qat_` has prepared -> its present name."""
     return {
         f"{place}.{name}" if place else name: f"{place}.parametrizations.{name}.original".lstrip(".")
         for place, module in model.named_modules()
@@ -328,13 +253,13 @@ def prepared_names(model: nn.Module) -> dict[str, str]:
 
 
 def forget_quantization(model: Any) -> None:
-    """Removes what a load of a 4-bit checkpoint has left on a model and in its configs."""
+    """Remove what a load of a 4-bit checkpoint has left on a model and in its configs."""
     model.hf_quantizer.remove_quantization_config(model)
     forget_in_configs(model, "quantization_config", "_is_quantized")
 
 
 def forget_in_configs(model: nn.Module, *names: str) -> None:
-    """Removes attributes from the configurations of the modules of a model."""
+    """Remove attributes from the configurations of the modules of a model."""
     for module in model.modules():
         if (config := getattr(module, "config", None)) is not None:
             for name in names:
@@ -343,8 +268,8 @@ def forget_in_configs(model: nn.Module, *names: str) -> None:
 
 @contextmanager
 def _tensors_of(model: Any, state_dict: Mapping[str, Tensor] | None) -> Iterator[None]:
-    """Puts the tensors of a state dict into a model meanwhile, or where none is given those that accelerate has
-    offloaded, without a copy. Those of a 4-bit weight are in layout "linear", as their shapes tell.
+    """Put the tensors of a state dict into a model meanwhile, or if None the tensors that accelerate has offloaded.
+    Nothing is copied. Tensors of a 4-bit weight are in layout "linear", as their shapes tell.
 
     Raises:
         ValueError: the state dict lacks some.
@@ -392,7 +317,7 @@ def _tensors_of(model: Any, state_dict: Mapping[str, Tensor] | None) -> Iterator
 
 
 def _require_adapters_of(model: nn.Module, state_dict: Mapping[str, Tensor], present: set[str]) -> None:
-    """Raises for adapters in a state dict that would not be saved: the model has merged or removed them meanwhile."""
+    """Raise for adapters in a state dict that would not be saved: the model has merged or removed them meanwhile."""
     for name in state_dict:
         if (".lora_A." in name or ".lora_B." in name) and name not in present:
             raise ValueError(
@@ -409,7 +334,7 @@ def _require_adapters_of(model: nn.Module, state_dict: Mapping[str, Tensor], pre
 
 
 def _offloaded(model: Any, name: str) -> Tensor | None:
-    """A tensor that accelerate keeps on the CPU or on disk; None when it does not."""
+    """Return a tensor that accelerate keeps on the CPU or on disk; None if it does not."""
     for depth in range(name.count("."), -1, -1):  # the innermost module with a hook has it
         parts = name.split(".")
         hook = vars(model.get_submodule(".".join(parts[:depth]))).get("_hf_hook")
@@ -422,10 +347,7 @@ def _offloaded(model: Any, name: str) -> Tensor | None:
 
 @contextmanager
 def _written(model: Any, directory: Path, max_shard_size: int | str) -> Iterator[Path]:
-    """A directory in `directory`, or beside one that does not exist, with the checkpoint; removed afterwards."""
-    from thunder_moe.integrations.huggingface.checkpoint import write_model
-    from thunder_moe.integrations.huggingface.gathering import is_shared
-
+    """Write the checkpoint into a directory in `directory`, or beside one that does not exist; remove it afterwards."""
     for name, parameter in () if is_shared(model) else model.named_parameters():
         if hasattr(parameter, "full_tensor"):
             raise ValueError(f"model: {name} is sharded (a DTensor); pass the gathered tensors as state_dict")
@@ -439,7 +361,7 @@ def _written(model: Any, directory: Path, max_shard_size: int | str) -> Iterator
 
 
 def _move(whole: Path, directory: Path) -> None:
-    """Moves the files of a checkpoint into a directory, and removes those of another one's weights there.
+    """Move the files of a checkpoint into a directory, and remove the weights of another one there.
 
     config.json goes first and comes last: an interruption never leaves a mixture of two saves that loads.
     """
@@ -459,7 +381,7 @@ def _move(whole: Path, directory: Path) -> None:
 
 
 def _move_files(whole: Path, directory: Path, names: list[str]) -> None:
-    """Moves those of the files that are not moved yet."""
+    """Move the files that are not moved yet."""
     if not (whole / CONFIG_NAME).exists():
         return
     (directory / CONFIG_NAME).unlink(missing_ok=True)

@@ -1,9 +1,10 @@
-"""`Sharding`: how transformers shares the experts of a layer among processes, read from the forward that it has put
-around them, and that forward for another module.
+"""`Sharding`: how transformers shares the experts of a layer among processes, and the same forward for another module.
 Called by forms, experts, families and on_load; calls transformers' parallel styles.
 
-Transformers replaces the forward of a sharded module by a function that knows its style and its mesh; nothing else of a
-module names them. The parameters are DTensors.
+It is read from the closure of the forward that transformers has set on the module, since no contract says it. The
+module's parameters are DTensors, which tell the mesh and the part. The implementation of expert parallelism, and the
+mesh of the processes that have the same batch, are known to that forward alone: a module does not know its model, whose
+config and plans say the same. docs/changes.md lists the names that are read.
 """
 
 from __future__ import annotations
@@ -19,15 +20,19 @@ from torch import Tensor, nn
 from thunder_moe.checkpoint.part import ExpertsPart
 from thunder_moe.formats.weight import PackedWeight
 
+AllReduce: Any
 Dispatched: Any
-Shared: Any
 Registry: Any
+Shared: Any
+by_layer: Any
 try:
+    from transformers.distributed.expert_parallel import AllReduceEP as AllReduce
     from transformers.distributed.expert_parallel import EpDispatchExpertsParallel as Dispatched
     from transformers.distributed.expert_parallel import EPImplementationInterface as Registry
+    from transformers.distributed.parallel_utils import replace_layer_number_by_wildcard as by_layer
     from transformers.distributed.tensor_parallel import MoeExpertsParallel as Shared
 except ImportError:  # transformers < 5.23
-    Registry = Dispatched = Shared = None
+    AllReduce = Dispatched = Registry = Shared = by_layer = None
 
 
 __all__ = ["Sharding", "local_of", "sharding_of"]
@@ -35,7 +40,7 @@ __all__ = ["Sharding", "local_of", "sharding_of"]
 
 @dataclass(frozen=True)
 class Sharding:
-    """What a process has of the experts of a layer, and with whom.
+    """Describe what a process has of the experts of a layer, and with which processes it shares them.
 
     Attributes:
         part: what it has.
@@ -48,7 +53,7 @@ class Sharding:
     install: Callable[[nn.Module], Any]
 
     def problem_on_any_rank(self, problem: str | None) -> str | None:
-        """What keeps a process from going on, if anything keeps any: all of them call it, and none goes on alone."""
+        """Return what keeps this process, or any other one, from going on; all of them call this."""
         flag = torch.tensor([problem is not None], dtype=torch.int32, device=self.mesh.device_type)
         torch.distributed.all_reduce(flag, torch.distributed.ReduceOp.MAX, group=self.mesh.get_group())
         if problem is None and bool(flag):
@@ -56,10 +61,9 @@ class Sharding:
         return problem
 
     def pack(self, weight: Tensor, pack: Callable[[Tensor], PackedWeight]) -> PackedWeight:
-        """Quantizes this process's part of a weight to the codes and scales that the whole would have.
+        """Quantize this process's part of a weight to the codes and scales that the whole would have.
 
-        The global scale follows from the largest weight of an expert, wherever that is: a row with it is quantized
-        along.
+        The global scale follows from the largest weight of an expert in any process: a row with it is quantized along.
         """
         if self.part.feature_ranks == 1:
             return pack(weight)
@@ -74,7 +78,7 @@ class Sharding:
 
 
 def sharding_of(module: nn.Module) -> Sharding | None:
-    """How transformers shares a module of 16-bit experts; None for one that it does not."""
+    """Return how transformers shares a module of 16-bit experts; None for a module that it does not share."""
     forward = vars(module).get("forward")
     if Dispatched is None or not inspect.isfunction(forward):
         return None
@@ -102,5 +106,5 @@ def sharding_of(module: nn.Module) -> Sharding | None:
 
 
 def local_of(parameter: Any) -> Any:
-    """What a process has of a parameter: itself, or its part of a DTensor."""
+    """Return what a process has of a parameter: the parameter, or its part of a DTensor."""
     return parameter.to_local() if hasattr(parameter, "to_local") else parameter

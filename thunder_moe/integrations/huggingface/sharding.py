@@ -1,5 +1,5 @@
 """4-bit experts under transformers' expert and tensor parallelism (`DistributedConfig`): what a rank has of them.
-Called by quantizer, families and saving; calls experts.
+Called by quantizer, loading, writing, state_dicts and lora_files; calls experts.
 
 Transformers shards a module by the style that a plan names for it: "ep_dispatch_experts" gives each rank whole experts,
 "moe_tp_experts" a share of the intermediate features of all. Its styles shard parameters, which packed weights are not:
@@ -14,22 +14,13 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import transformers
 from torch import Tensor, nn
 
 from thunder_moe.checkpoint.part import UNSHARDED, ExpertsPart
 from thunder_moe.integrations.huggingface.experts import NVFP4Experts
+from thunder_moe.integrations.huggingface.sharded_forward import AllReduce, Registry, by_layer
 from thunder_moe.nn.linear import NVFP4Linear
-
-try:
-    import transformers
-    from transformers.distributed.expert_parallel import AllReduceEP
-    from transformers.distributed.parallel_utils import replace_layer_number_by_wildcard
-except ImportError:  # transformers < 5.22 has it elsewhere or not at all
-    AVAILABLE = False
-else:
-    from transformers.distributed import expert_parallel
-
-    AVAILABLE = hasattr(expert_parallel, "EPImplementationInterface")  # transformers 5.23
 
 __all__ = [
     "AVAILABLE",
@@ -38,11 +29,13 @@ __all__ = [
     "cut_as_planned",
     "dispatch_weighted_rows",
     "keep_plans",
+    "part_of",
     "refuse_parallel",
     "refuse_part",
     "require_available",
 ]
 
+AVAILABLE = Registry is not None  # transformers 5.23
 # Styles of dense layers that 4-bit ones take -> the dimension of their weight that processes share: output or input
 # features. Where results are gathered at once, or nothing is shared, each process has the layer whole.
 _DENSE_STYLES = {"colwise": 1, "rowwise": 2, "colwise_gather_output": 0, "colwise_rep": 0, "replicate": 0}
@@ -50,8 +43,8 @@ _EP_STYLE, _TP_STYLE = "ep_dispatch_experts", "moe_tp_experts"
 
 
 def refuse_parallel(model: Any) -> None:
-    """Raises a ValueError for a load over several processes of a kind, or by a version of transformers, that does not
-    shard 4-bit experts."""
+    """Raise a ValueError for a load on several processes that cannot shard 4-bit experts: pipelines, an old
+    transformers."""
     config = getattr(model.config, "distributed_config", None)
     if config is None and getattr(model, "_device_mesh", None) is None:
         return
@@ -64,7 +57,7 @@ def refuse_parallel(model: Any) -> None:
 
 
 def require_available() -> None:
-    """Raises a ValueError where transformers is too old to load 4-bit experts on several processes."""
+    """Raise a ValueError where transformers is too old to load 4-bit experts on several processes."""
     if not AVAILABLE:
         raise ValueError(
             f"distributed_config: got one (or a tp_plan) with transformers {transformers.__version__}, wanted"
@@ -72,32 +65,43 @@ def require_available() -> None:
         )
 
 
-def refuse_part(model: nn.Module, wanted: str) -> None:
-    """Raises a ValueError where this process has a part of a layer's experts or of a dense layer."""
+def part_of(model: nn.Module) -> str | None:
+    """Return what this process has a part of, if it has a part of a layer's experts or of a dense layer."""
     for name, module in model.named_modules():
         if isinstance(module, NVFP4Experts) and not module.part.is_unsharded:
-            raise ValueError(f"model: {name} is a part of its experts ({module.part}), wanted a model {wanted}")
+            return f"{name} is a part of its experts ({module.part})"
         if isinstance(module, NVFP4Linear) and module.process_part is not None:
-            raise ValueError(f"model: {name} is a part of its weight, wanted a model {wanted}")
+            return f"{name} is a part of its weight"
+    return None
+
+
+def refuse_part(model: nn.Module, wanted: str) -> None:
+    """Raise a ValueError where this process has a part of a layer's experts or of a dense layer."""
+    if (part := part_of(model)) is not None:
+        raise ValueError(f"model: {part}, wanted a model {wanted}")
 
 
 def add_rules(model: Any, plan: dict[str, str]) -> None:
-    """Adds a rule for 4-bit experts to a model's tp_plan or ep_plan where transformers has none for the architecture:
-    those of Llama 4 are dispatched, as the 4-bit form routes, and those of GPT-OSS have shares of the features. Removes
-    rules of parameters that only the 16-bit form has."""
+    """Add a rule for 4-bit experts to a model's tp_plan or ep_plan where transformers has none for the architecture.
+    Remove rules of parameters that only the 16-bit form has.
+
+    Experts of Llama 4 are dispatched, because the 4-bit form routes; experts of GPT-OSS have shares of the features.
+    """
+    if not AVAILABLE:
+        return
     style = _EP_STYLE if plan is model.ep_plan else _TP_STYLE
     own = {name for name, _ in model.named_modules()} | {name for name, _ in model.named_parameters()}
-    names = {replace_layer_number_by_wildcard(name) for name in own}
+    names = {by_layer(name) for name in own}
     for path, module in model.named_modules():
         if isinstance(module, NVFP4Experts):
-            name = replace_layer_number_by_wildcard(path)
+            name = by_layer(path)
             plan.setdefault(name, style)
             for rule in [rule for rule in plan if rule.startswith(f"{name}.") and rule not in names]:
                 del plan[rule]
 
 
 def cut_(experts: NVFP4Experts, part: ExpertsPart, mesh: Any = None) -> None:
-    """Reduces 4-bit experts, on "meta" or with weights, to a part of them, of those that the processes of a mesh share.
+    """Reduce 4-bit experts, on "meta" or with weights, to one of the parts that the processes of a mesh share.
 
     Raises:
         ValueError: the ranks cannot share them evenly, or the experts compute something that is of all features.
@@ -128,7 +132,7 @@ def cut_(experts: NVFP4Experts, part: ExpertsPart, mesh: Any = None) -> None:
 
 
 def cut_as_planned(model: Any) -> None:
-    """Makes transformers cut the 4-bit modules of a model that it is loading, once it has resolved the model's plans.
+    """Make transformers cut the 4-bit modules of a model that it is loading, once it has resolved the model's plans.
 
     The model's own `_resolve_parallel_plans` is replaced until transformers has called it; a load by one process does
     not, and takes it back after the weights.
@@ -149,12 +153,12 @@ def cut_as_planned(model: Any) -> None:
 
 
 def keep_plans(model: Any) -> None:
-    """Ends `cut_as_planned`; does nothing where transformers has resolved the plans already."""
+    """End `cut_as_planned`; do nothing where transformers has resolved the plans already."""
     vars(model).pop("_resolve_parallel_plans", None)
 
 
 def _cut_modules(model: nn.Module, plan: dict[str, str], mesh: Any) -> None:
-    """Cuts the 4-bit modules that a resolved plan names, and removes the rules that do not apply to them.
+    """Cut the 4-bit modules that a resolved plan names, and remove the rules that do not apply to them.
 
     Args:
         model: on "meta".
@@ -186,18 +190,20 @@ def _cut_modules(model: nn.Module, plan: dict[str, str], mesh: Any) -> None:
 
 
 def dispatch_weighted_rows(model: Any) -> None:
-    """Makes dispatched experts whose weights multiply the input (Llama 4) send weighted rows, once transformers has
+    """Make dispatched experts whose weights multiply the input (Llama 4) send weighted rows, once transformers has
     installed its forwards. Its all-reduce alone hands the weights on to the experts."""
     for module in model.modules():
-        if isinstance(module, NVFP4Experts) and module.form.weight_on_input and module.part.expert_ranks > 1:
-            known: Any = expert_parallel.EPImplementationInterface()  # type: ignore[no-untyped-call]
-            if known[model.config.distributed_config.ep_implementation] is not AllReduceEP:
-                module.forward = _weighted_ahead(module.forward)  # type: ignore[method-assign]
+        dispatched = isinstance(module, NVFP4Experts) and module.form.weight_on_input and module.part.expert_ranks > 1
+        if dispatched and Registry()[model.config.distributed_config.ep_implementation] is not AllReduce:
+            module.forward = _weighted_ahead(module.forward)
 
 
 def _weighted_ahead(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """The forward of dispatched experts whose weights multiply the input (Llama 4): transformers applies weights to
-    what comes back, so each (token, expert) pair is sent as a weighted row of its own, with the weight 1."""
+    """Return the forward of dispatched experts whose weights multiply the input (Llama 4).
+
+    transformers multiplies the results by the weights, so each (token, expert) pair is sent as a weighted row with the
+    weight 1.
+    """
 
     def weighted(hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         tokens, top_k = top_k_index.shape

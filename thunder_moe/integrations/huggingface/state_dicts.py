@@ -1,5 +1,5 @@
-"""Tensors by their names in a checkpoint, all or some -> a model with 4-bit modules.
-Called by saving, for a `Trainer` that resumes; calls checkpoint for the names, thunder_moe.checkpoint to decode.
+"""`load_by_checkpoint_names`: a state dict by the names of a checkpoint, or of a shard, into a 4-bit model.
+Called by saving, for a `Trainer` that resumes; calls checkpoint_names, and thunder_moe.checkpoint to decode.
 """
 
 from __future__ import annotations
@@ -13,14 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import (
-    WeightConverter,
-    WeightRenaming,
-    dot_natural_key,
-    rename_source_key,
-    revert_weight_conversion,
-)
+from transformers.core_model_loading import dot_natural_key, revert_weight_conversion
 
 from thunder_moe.checkpoint.decode import decode_dense_weight, decode_experts
 from thunder_moe.checkpoint.experts import ExpertsLayout, ExpertWeights
@@ -30,7 +23,7 @@ from thunder_moe.checkpoint.modules import sort_modules
 from thunder_moe.finetune.lora import stored_adapters
 from thunder_moe.formats.mxfp8 import MAX_SCALE
 from thunder_moe.formats.weight import NVFP4Weight, PackedWeight
-from thunder_moe.integrations.huggingface.checkpoint import expert_sources, linear_source
+from thunder_moe.integrations.huggingface.checkpoint_names import ModelNames, expert_sources, linear_source
 from thunder_moe.integrations.huggingface.experts import NVFP4Experts
 from thunder_moe.integrations.huggingface.sharding import refuse_part
 from thunder_moe.kernels.select import lay_out
@@ -48,7 +41,7 @@ _DTYPES = {
 def load_by_checkpoint_names(
     model: Any, state_dict: Mapping[str, Any], prepared: Mapping[str, str]
 ) -> Mapping[str, Any]:
-    """Sets the weights of 4-bit modules that a state dict has by their names in checkpoints of the model.
+    """Set the weights of 4-bit modules that a state dict has by their names in checkpoints of the model.
 
     Args:
         model: a transformers model with 4-bit modules.
@@ -62,7 +55,8 @@ def load_by_checkpoint_names(
     Raises:
         ValueError: a tensor of a 4-bit module has another dtype or shape.
     """
-    own = dict(chain(model.named_parameters(remove_duplicate=False), _buffers(model)))
+    everything = {"remove_duplicate": False}
+    own = dict(chain(model.named_parameters(**everything), model.named_buffers(**everything)))
     own |= stored_adapters(model)  # with the records, which are neither
     if all(name in own or name.endswith(".lora_merged") for name in state_dict):
         return state_dict
@@ -90,7 +84,7 @@ def load_by_checkpoint_names(
 def _experts(
     name: str, module: NVFP4Experts, source: str, layout: ExpertsLayout, left: dict[str, Tensor]
 ) -> dict[str, Tensor]:
-    """The tensors of a block of experts, of which `left` has some."""
+    """Return the state dict of a block of experts with the tensors that `left` has of it; empty if it has none."""
     biases = (None if bias is None else bias.detach() for bias in (module.gate_up_bias, module.down_bias))
     weights = ExpertWeights(module.gate_up_proj.packed_weight, module.down_proj.packed_weight, *biases)
     tensors = _InMemory.overlaid(dict(MODELOPT.encode(source, weights, layout, warns=False)), left)
@@ -106,7 +100,7 @@ def _experts(
 
 
 def _stack(model: Any, name: str, stack: NVFP4LinearStack, left: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors of linears that are one weight, of some of which `left` has some."""
+    """Return the state dict of stacked linears with the tensors that `left` has of them; empty if it has none."""
     parent, _, _ = name.rpartition(".")
     parts = [
         (f"{parent}.{key}" if parent else key, part)
@@ -132,7 +126,7 @@ def _stack(model: Any, name: str, stack: NVFP4LinearStack, left: dict[str, Tenso
 def _dense(
     source: str, weight: PackedWeight, bias: Tensor | None, left: dict[str, Tensor]
 ) -> tuple[PackedWeight, Tensor | None] | None:
-    """The weight (1, N, K) and the bias of a dense layer, of which `left` has some; None when it has none."""
+    """Return the weight (1, N, K) and bias of a dense layer with the tensors of `left`; None if `left` has none."""
     encoded = dict(MODELOPT.encode_dense(source, weight))
     if bias is not None:
         encoded[f"{source}.bias"] = bias.detach()
@@ -144,7 +138,7 @@ def _dense(
 
 
 def _set(name: str, module: NVFP4Module, weight: PackedWeight, bias: Tensor | None = None) -> dict[str, Any]:
-    """Gives a module its weight, whose global scale may have another shape than before; its state dict then."""
+    """Give a module its weight, whose global scale may have another shape than before; return its state dict."""
     weight = weight.to(module.qdata.device)
     module.set_weight(lay_out(weight, "auto" if module.auto_layout else module.layout))
     state: dict[str, Any] = module.state_dict(prefix=f"{name}.")
@@ -152,45 +146,31 @@ def _set(name: str, module: NVFP4Module, weight: PackedWeight, bias: Tensor | No
 
 
 def _others(model: Any, left: dict[str, Tensor], own: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """What is not 4-bit, by transformers' own renaming and merging of weights; what is not given of a tensor that is
-    merged (16-bit experts of which a shard has some) is the model's own."""
-    conversions = getattr(model, "_weight_conversions", None)
-    if conversions is None:
-        conversions = get_model_conversion_mapping(model)
-    renamings = [entry for entry in conversions if isinstance(entry, WeightRenaming)]
-    converters = [entry for entry in conversions if isinstance(entry, WeightConverter)]
-    known = {pattern: converter for converter in converters for pattern in converter.source_patterns}
-    state = dict.fromkeys(own)
-
-    def rename(key: str) -> tuple[str, str | None]:
-        name, pattern = rename_source_key(key, renamings, converters, model.base_model_prefix, state)
-        return name, pattern
-
+    """Return the tensors that are not 4-bit, renamed and merged by transformers' conversions. Where a merged tensor is
+    given in part (16-bit experts of a shard), the rest is the model's own."""
+    names = ModelNames(model, dict.fromkeys(own))
+    converters = {pattern: converter for converter in names.converters for pattern in converter.source_patterns}
     new: dict[str, Tensor] = {}
     merged: dict[str, dict[str, Tensor]] = {}
     for key, tensor in left.items():
-        name, pattern = rename(key)
+        name, pattern = names.parameter(key)
         if pattern is None or name not in own:
             new[name if name in own else key] = tensor
         else:
             merged.setdefault(name, {})[key] = tensor
     for name, given in merged.items():
-        converter: Any = copy.deepcopy(known[str(rename(next(iter(given)))[1])])
+        converter: Any = copy.deepcopy(converters[str(names.parameter(next(iter(given)))[1])])
         if any("*" in pattern for pattern in converter.source_patterns):
             given = revert_weight_conversion(model, {name: own[name].detach()}) | given
         for key in sorted(given, key=dot_natural_key):  # by the numbers of experts
-            converter.add_tensor(name, key, rename(key)[1], given[key])
+            converter.add_tensor(name, key, names.parameter(key)[1], given[key])
         for target, tensors in converter.convert(name, model=model, config=model.config).items():
             new[target] = tensors[0] if isinstance(tensors, list) else tensors
     return new
 
 
-def _buffers(model: Any) -> Any:
-    return model.named_buffers(remove_duplicate=False)
-
-
 def _valid(name: str, tensor: Tensor) -> Tensor:
-    """A tensor of the model itself, which may be anything while it waits for another shard."""
+    """Make a tensor of the model valid to decode: it may hold anything while it waits for another shard."""
     if tensor.dtype == torch.float8_e4m3fn:
         values = tensor.float().nan_to_num()
         return (values.abs() if name.endswith("_scale") else values).to(tensor.dtype)
@@ -203,7 +183,7 @@ def _valid(name: str, tensor: Tensor) -> Tensor:
 
 @dataclass
 class _InMemory:
-    """Tensors in the place of `TensorFiles`."""
+    """Tensors for a decoder, which reads `TensorFiles` otherwise."""
 
     tensors: dict[str, Tensor]
     infos: dict[str, TensorInfo] = field(init=False)
@@ -217,7 +197,7 @@ class _InMemory:
 
     @classmethod
     def overlaid(cls, own: dict[str, Tensor], left: dict[str, Tensor]) -> _InMemory | None:
-        """A module's own tensors, replaced by those that `left` has, which loses them; None when it has none."""
+        """Replace a module's own tensors by given ones, which `left` loses; return None if it has none."""
         given = {name: left.pop(name) for name in own if name in left}
         if not given:
             return None

@@ -8,20 +8,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from torch import Tensor
 
 from thunder_moe.checkpoint.files import find_checkpoint
-
-try:
-    import transformers
-except ImportError as error:
-    raise ImportError("sensitivity needs transformers >= 5.7: pip install 'thunder_moe[transformers]'") from error
 
 __all__ = ["load_model", "token_windows"]
 
 
 def load_model(name: str, dtype: str, device: str) -> Any:
-    """The model of a directory, or of the hub's local cache; `dtype` as in ``from_pretrained``.
+    """Load the model of a directory, or of the hub's local cache; `dtype` as in ``from_pretrained``.
 
     Raises:
         FileNotFoundError: there is none.
@@ -41,7 +37,7 @@ def load_model(name: str, dtype: str, device: str) -> Any:
 
 
 def token_windows(name: str, data: str, tokens: int, context: int) -> Tensor:
-    """The first tokens of a text as rows of `context`, each begun by the tokenizer's first token if it sets one.
+    """Return the first tokens of a text as rows of `context`, each begun by the tokenizer's first token if it sets one.
 
     Args:
         name: of the model, as in `load_model`.
@@ -94,7 +90,7 @@ def token_windows(name: str, data: str, tokens: int, context: int) -> Tensor:
 
 
 def _tokens(tokenizer: Any, text: str, count: int) -> list[int]:
-    """The first tokens of a text, of which it encodes no more than it needs."""
+    """Return the first tokens of a text, and encode no more of it than that needs."""
     length = 8 * count
     while True:
         ids: list[int] = tokenizer(text[:length], add_special_tokens=False, verbose=False).input_ids

@@ -3,7 +3,7 @@ rewritten. Imported by compilers/thunder/late_lookasides.py once transformers' L
 llama4.py imports it, so it imports nothing of llama4.py. Calls routing and torch's grouped GEMM.
 
 Only functions compiled with moe_executor among their executors see it: eager execution, torch.compile and Thunder with
-other executors run `Llama4TextMoe.forward` as transformers has it.
+other executors run transformers' own `Llama4TextMoe.forward`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _stock_forward = same_code(_forward)
 
 
 def run_routed(layer: Llama4TextMoe, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
-    """What a stock layer computes, each token by its own experts in 16-bit grouped GEMMs, which compilers rewrite.
+    """Compute what a stock layer does, each token by its own experts in 16-bit grouped GEMMs. Compilers rewrite these.
 
     Args:
         layer: with transformers' own router and experts.

@@ -1,5 +1,5 @@
-"""`ThunderMoeConfig`: how ``from_pretrained(..., quantization_config=)`` quantizes a 16-bit checkpoint while it loads.
-Made by users, and by transformers from a dictionary; read by on_load; calls selection to check patterns.
+"""The configurations of the two ways in: `NVFP4CheckpointConfig` for packed checkpoints, `ThunderMoeConfig` for others.
+Made by users, and by transformers from dictionaries; read by quantizer and on_load; calls selection to check patterns.
 """
 
 from __future__ import annotations
@@ -7,23 +7,54 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from transformers.utils.quantization_config import QuantizationConfigMixin
+
+from thunder_moe.checkpoint.formats.registry import check_quantization
 from thunder_moe.formats.layouts import MODULE_LAYOUTS
 from thunder_moe.formats.registry import check_scale_search
 from thunder_moe.selection import Names, Patterns, format_function, parse_patterns
 
-try:
-    from transformers.utils.quantization_config import QuantizationConfigMixin
-except ImportError as error:
-    raise ImportError("ThunderMoeConfig needs transformers >= 5.7: pip install 'thunder_moe[transformers]'") from error
+__all__ = ["METHOD", "ON_LOAD", "NVFP4CheckpointConfig", "ThunderMoeConfig"]
 
-__all__ = ["ON_LOAD", "ThunderMoeConfig"]
-
-ON_LOAD = "thunder_moe_on_load"  # its name among transformers' methods
+# Their names among transformers' methods.
+METHOD, ON_LOAD = "thunder_moe", "thunder_moe_on_load"
 _LAYOUTS = ("auto", *MODULE_LAYOUTS)
 
 
+class NVFP4CheckpointConfig(QuantizationConfigMixin):
+    """Hold the quantization config of a packed checkpoint, the dictionary of its config.json.
+
+    Attributes:
+        source: that dictionary.
+        linears: whether 4-bit dense layers stay so; else they are dequantized.
+
+    Raises:
+        ValueError: a method, algorithm, format or block size that is not read here.
+    """
+
+    def __init__(self, source: dict[str, Any], *, linears: bool = True) -> None:
+        check_quantization(source)
+        self.quant_method: Any = METHOD
+        self.source, self.linears = source, linears
+
+    @classmethod
+    def from_dict(cls, config_dict: dict[str, Any], return_unused_kwargs: bool = False, **kwargs: Any) -> Any:
+        """Return the config of a checkpoint's dictionary, which may be "source" in one of the method METHOD."""
+        own = config_dict["quant_method"] == METHOD
+        if own and "source" not in config_dict:
+            raise ValueError(
+                f"quant_method: got {METHOD!r}, this package's word for a checkpoint that is quantized already, wanted"
+                f" ThunderMoeConfig(...), whose quant_method is {ON_LOAD!r}, to quantize a 16-bit one while it loads"
+            )
+        config = cls(config_dict["source"], linears=config_dict["linears"]) if own else cls(config_dict)
+        return (config, kwargs) if return_unused_kwargs else config
+
+    def to_dict(self) -> dict[str, Any]:
+        return dict(self.source)
+
+
 class ThunderMoeConfig(QuantizationConfigMixin):
-    """Makes ``from_pretrained`` quantize the experts of a 16-bit checkpoint to NVFP4 (or MXFP8) while it loads them.
+    """Make ``from_pretrained`` quantize the experts of a 16-bit checkpoint to NVFP4 (or MXFP8) while it loads them.
 
     The model is bit for bit what `quantize_` with the same options makes of the loaded one, but its weights are
     quantized as they arrive: at no time are the experts of more than one layer in memory in 16 bits. Options are names
