@@ -19,7 +19,7 @@ from thunder_moe.formats.layouts import LINEAR, block_shapes
 from thunder_moe.formats.weight import NVFP4Weight, PackedWeight
 from thunder_moe.kernels.select import chosen_backend, lay_out, quantize
 from thunder_moe.nn.adaptable import AdaptableLinear
-from thunder_moe.nn.packed import NVFP4Module
+from thunder_moe.nn.packed import PackedModule
 from thunder_moe.ops import scaled_mm
 from thunder_moe.ops.operator import operator_for
 
@@ -29,16 +29,16 @@ if TYPE_CHECKING:
 __all__ = ["NVFP4Linear", "NVFP4LinearPart", "NVFP4LinearStack", "stacked_bias"]
 
 
-class NVFP4Linear(NVFP4Module):
+class NVFP4Linear(PackedModule):
     """`torch.nn.Linear` with a frozen 4-bit (or MXFP8) weight, kept as buffers, and a 16-bit (or float32) bias.
 
-    The names in the state dict are qdata, scale, global_scale and bias. `NVFP4Module` says how buffers, state dicts and
+    The names in the state dict are qdata, scale, global_scale and bias. `PackedModule` says how buffers, state dicts and
     moves are; `from_linear` makes one.
 
     Args:
         weight: (1, N, K).
         bias: (N,) or None.
-        **options: weight_dtype, weight_requires_grad, auto_layout and part_features of `NVFP4Module`.
+        **options: weight_dtype, weight_requires_grad, auto_layout and part_features of `PackedModule`.
 
     Attributes:
         qdata: uint8 (N, K // 2), or blocks of it; scale: float8_e4m3fn (N, K // 16), or blocks; global_scale: float32

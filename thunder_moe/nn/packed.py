@@ -1,4 +1,4 @@
-"""`NVFP4Module`, the base of modules that keep an NVFP4 weight: buffers whose shapes encode the layout, in state dicts,
+"""`PackedModule`, the base of modules that keep an NVFP4 weight: buffers whose shapes encode the layout, in state dicts,
 casts and moves.
 Called by nn.quantized and nn.linear; calls kernels.select for the layout that a device reads best, nn.snapshot and
 nn.adaptable.
@@ -31,13 +31,13 @@ from thunder_moe.nn.snapshot import Reference, Snapshot, SnapshotPlace, alone, d
 from thunder_moe.ops.grouped_mm import operands
 from thunder_moe.ops.operator import is_eager
 
-__all__ = ["NVFP4Module"]
+__all__ = ["PackedModule"]
 
 # One call of C: other threads replace all before or all after it.
 _buffers_of_weight: Callable[[Any], Any] = itemgetter(*NVFP4.fields)
 
 
-class NVFP4Module(AdaptableLinear):
+class PackedModule(AdaptableLinear):
     """A module with one frozen packed weight, in NVFP4 or MXFP8, kept as buffers; `forward` is the subclass's.
 
     The shapes of qdata and scale encode their layout (`formats.layouts.block_shapes`; those of dense layers lack the
@@ -362,7 +362,7 @@ class NVFP4Module(AdaptableLinear):
             self._fit_device(device)
 
     @alone
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> NVFP4Module:
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> PackedModule:
         # `to(dtype)` must not cast the format's own tensors, and tied modules must stay tied: move each in place.
         before, moved_to = self.qdata.device, {}
         own = [id(getattr(self, field)) for field in self._fields]

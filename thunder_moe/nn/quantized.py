@@ -18,7 +18,7 @@ from thunder_moe.formats.layouts import LINEAR, MODULE_LAYOUTS
 from thunder_moe.formats.weight import PackedWeight
 from thunder_moe.nn.autocast import autocast_rows
 from thunder_moe.nn.grouped_linear import local_part
-from thunder_moe.nn.packed import NVFP4Module
+from thunder_moe.nn.packed import PackedModule
 from thunder_moe.ops import grouped_linear, grouped_swiglu  # noqa: F401  (registers the operators)
 from thunder_moe.ops.operator import operator_for
 
@@ -35,10 +35,10 @@ __all__ = [
 Module = TypeVar("Module", bound=nn.Module)
 
 
-class NVFP4GroupedLinear(NVFP4Module):
+class NVFP4GroupedLinear(PackedModule):
     """`GroupedLinear` with frozen 4-bit (or MXFP8) weights, kept as buffers, and a 16-bit (or float32) bias.
 
-    `NVFP4Module` says how its buffers, state dicts and moves are; its arguments are those of this class.
+    `PackedModule` says how its buffers, state dicts and moves are; its arguments are those of this class.
 
     Args:
         weight: (E, N, K).
@@ -133,7 +133,7 @@ class NVFP4GroupedSwiGLU(nn.Module):
 
 def name_of_container(module: nn.Module) -> str:
     """The name in the representation of a model: that of the class, with the number format of the module's parts."""
-    formats = {part.format_name for part in module.children() if isinstance(part, NVFP4Module)}
+    formats = {part.format_name for part in module.children() if isinstance(part, PackedModule)}
     return type(module).__name__.replace(NVFP4.name.upper(), formats.pop().upper() if len(formats) == 1 else "Packed")
 
 

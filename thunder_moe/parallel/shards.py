@@ -22,7 +22,7 @@ from torch.nn.utils.parametrize import is_parametrized
 from thunder_moe.formats.weight import joined
 from thunder_moe.nn import GroupedLinear, NVFP4GroupedLinear
 from thunder_moe.nn.lora import LoRALinear
-from thunder_moe.nn.packed import NVFP4Module
+from thunder_moe.nn.packed import PackedModule
 
 __all__ = ["Cut", "LocalLinear", "check_cut", "cut_"]
 
@@ -146,7 +146,7 @@ def check_cut(name: str, linear: nn.Module, cut: Cut) -> None:
             options of training or a bias that a cut does not have.
         TypeError: a module of another class.
     """
-    if not isinstance(linear, GroupedLinear | NVFP4GroupedLinear | nn.Linear) and not isinstance(linear, NVFP4Module):
+    if not isinstance(linear, GroupedLinear | NVFP4GroupedLinear | nn.Linear) and not isinstance(linear, PackedModule):
         raise TypeError(f"{name}: got a {type(linear).__name__}, wanted a linear of this package or torch's")
     bias = linear._parameters.get("bias")
     if cut_of(linear) is not None or any(isinstance(tensor, DTensor) for tensor in linear._parameters.values()):
@@ -165,7 +165,7 @@ def check_cut(name: str, linear: nn.Module, cut: Cut) -> None:
     for dim, _, ranks, parts in cut.pieces():
         if dim == 0 and not _of_experts(linear):
             continue
-        if isinstance(linear, NVFP4Module):
+        if isinstance(linear, PackedModule):
             obstacle = linear.obstacle_to_narrow(dim, ranks, parts)
         else:
             size = getattr(linear, _SIZES[dim])
@@ -190,7 +190,7 @@ def cut_(linear: nn.Module, cut: Cut, source: int | None) -> None:
         source: the rank whose weights all get parts of; None: each cuts its own, without communication.
     """
     linear.__dict__["_cut"] = cut
-    packed = isinstance(linear, NVFP4Module)
+    packed = isinstance(linear, PackedModule)
     for name, parameter in list(linear._parameters.items()):
         if parameter is None:
             continue
@@ -202,7 +202,7 @@ def cut_(linear: nn.Module, cut: Cut, source: int | None) -> None:
             _broadcast(parameter.data, cut.mesh, source)
             cut_tensor = cut.own(parameter.data, dims)
         linear._parameters[name] = nn.Parameter(cut_tensor, requires_grad=parameter.requires_grad)
-    if isinstance(linear, NVFP4Module):
+    if isinstance(linear, PackedModule):
         for buffer in linear.buffers():
             _broadcast(buffer, cut.mesh, source)
         for dim, rank, ranks, parts in cut.pieces():
@@ -236,7 +236,7 @@ def _dims(linear: nn.Module, cut: Cut, tensor: Tensor) -> Dims:
 
 def _tensors(linear: nn.Module) -> dict[str, Tensor]:
     """The tensors of a linear's state dict."""
-    buffers = linear._buffers if isinstance(linear, NVFP4Module) else {}
+    buffers = linear._buffers if isinstance(linear, PackedModule) else {}
     both = {**linear._parameters, **buffers}
     return {name: tensor for name, tensor in both.items() if tensor is not None}
 

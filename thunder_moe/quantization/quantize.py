@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from thunder_moe.formats.checks import require_module
 from thunder_moe.kernels.select import lay_out, resolve_layout
-from thunder_moe.nn.packed import NVFP4Module
+from thunder_moe.nn.packed import PackedModule
 from thunder_moe.nn.snapshot import replacing
 from thunder_moe.quantization.choose import (
     choose_modules,
@@ -243,7 +243,7 @@ def to_layout_(model: Model, layout: str = "auto") -> Model:
     """
     require_module(model)
     require_layout(layout)
-    linears = {name: module for name, module in model.named_modules() if isinstance(module, NVFP4Module)}
+    linears = {name: module for name, module in model.named_modules() if isinstance(module, PackedModule)}
     if not linears:
         raise ValueError(f"model: found no NVFP4 modules in {type(model).__name__}, nothing to lay out")
     wanted = {}
@@ -254,7 +254,7 @@ def to_layout_(model: Model, layout: str = "auto") -> Model:
     # Modules that share memory, even through different buffers, share the new memory. All keep the old until the first
     # is converted. Of what another thread replaces meanwhile, half of the buffers would tell of a layout that is none.
     with replacing:
-        shared: dict[tuple[Any, ...], list[NVFP4Module]] = defaultdict(list)
+        shared: dict[tuple[Any, ...], list[PackedModule]] = defaultdict(list)
         for module, own in wanted.items():
             module.auto_layout = layout == "auto"
             if module.layout != own:

@@ -29,7 +29,7 @@ from thunder_moe.integrations.huggingface.saving import SavesNVFP4, forget_quant
 from thunder_moe.integrations.huggingface.sharded_forward import local_of, sharding_of
 from thunder_moe.integrations.huggingface.sharding import refuse_parallel
 from thunder_moe.nn.linear import NVFP4LinearPart
-from thunder_moe.nn.packed import NVFP4Module
+from thunder_moe.nn.packed import PackedModule
 from thunder_moe.quantization.choose import choose_modules, not_finite
 from thunder_moe.quantization.dense_linears import DenseLinears
 from thunder_moe.quantization.families import ExpertFamily, Quantization
@@ -275,7 +275,7 @@ class _Unit:
             parents = self._parents[module]
             new = replace_module(module, place, parents, convert, "quantizing")
             for part in (*new.modules(), *(stack for parent, _ in parents for stack in parent.children())):
-                if isinstance(part, NVFP4Module | NVFP4Experts):
+                if isinstance(part, PackedModule | NVFP4Experts):
                     _mark_initialized(part)
         places = [(*parent, place.name) for module, place in self._members for parent in self._parents[module]]
         for parent, key, _ in places if separately else ():

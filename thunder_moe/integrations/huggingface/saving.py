@@ -27,7 +27,7 @@ from thunder_moe.checkpoint.writer import MAX_SHARD_SIZE
 from thunder_moe.finetune.lora import lora_linears
 from thunder_moe.finetune.qat import FakeQuantize
 from thunder_moe.integrations.huggingface.lora_targets import refuse_left_out
-from thunder_moe.nn.packed import NVFP4Module
+from thunder_moe.nn.packed import PackedModule
 from thunder_moe.scratch import lock, remove_leftovers, scratch_directory
 
 try:
@@ -229,7 +229,7 @@ class QuantizedModel:
         count: int = super().num_parameters(only_trainable, exclude_embeddings)  # type: ignore[misc]
         if only_trainable:
             return count
-        packed = {id(module.qdata): module for module in self.modules() if isinstance(module, NVFP4Module)}
+        packed = {id(module.qdata): module for module in self.modules() if isinstance(module, PackedModule)}
         for module in packed.values():
             _, _, parts = module.process_part or (0, 0, 1)
             count += parts * math.prod(module.packed_weight.shape)
@@ -313,7 +313,7 @@ def mark_quantized(model: nn.Module) -> None:
 
 
 def _is_quantized(model: nn.Module) -> bool:
-    return any(isinstance(module, NVFP4Module) for module in model.modules())
+    return any(isinstance(module, PackedModule) for module in model.modules())
 
 
 def prepared_names(model: nn.Module) -> dict[str, str]:
