@@ -32,8 +32,8 @@ __all__ = ["NVFP4Linear", "NVFP4LinearPart", "NVFP4LinearStack", "stacked_bias"]
 class NVFP4Linear(PackedModule):
     """`torch.nn.Linear` with a frozen 4-bit (or MXFP8) weight, kept as buffers, and a 16-bit (or float32) bias.
 
-    The names in the state dict are qdata, scale, global_scale and bias. `PackedModule` says how buffers, state dicts and
-    moves are; `from_linear` makes one.
+    The names in the state dict are qdata, scale, global_scale and bias. `PackedModule` describes buffers, state dicts
+    and moves; `from_linear` makes one.
 
     Args:
         weight: (1, N, K).

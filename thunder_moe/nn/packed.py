@@ -1,5 +1,4 @@
-"""`PackedModule`, the base of modules that keep an NVFP4 weight: buffers whose shapes encode the layout, in state dicts,
-casts and moves.
+"""`PackedModule`, the base of modules with a packed weight, kept as buffers whose shapes encode the layout.
 Called by nn.quantized and nn.linear; calls kernels.select for the layout that a device reads best, nn.snapshot and
 nn.adaptable.
 

@@ -11,11 +11,12 @@ from emulator.guarded_memory import guarded
 from fast_cases import others_slow
 from oracle import KERNEL_TOLERANCE, dequantize_mxfp8, grouped_mm, moe_experts, relative_error
 
+import thunder_moe.ops.experts  # noqa: F401  registers the operators of a layer
 from thunder_moe.activations import GLU
 from thunder_moe.formats.mxfp8 import dequantize, quantize
 from thunder_moe.formats.weight import MXFP8Weight
 from thunder_moe.kernels.cuda import backend as cuda
-from thunder_moe.kernels.cuda import many_rows, operators
+from thunder_moe.kernels.cuda import operators, prefill
 from thunder_moe.kernels.cuda.configs import GemmConfig
 from thunder_moe.kernels.experts import ExpertsCall
 from thunder_moe.ops.grouped_mm import operands
@@ -140,28 +141,28 @@ def test_gradient_of_the_rows(emulated, layout):
 @pytest.mark.parametrize(
     ("shape", "rows", "format", "wanted"),
     [
-        ((4, 128, 192), 4 * 128 + 1, "mxfp8", many_rows.IN_TILES),
+        ((4, 128, 192), 4 * 128 + 1, "mxfp8", prefill.RETILE_FIRST),
         ((4, 128, 192), 4 * 128, "mxfp8", None),
         ((4, 128, 192), 4 * 256, "nvfp4", None),
-        ((4, 128, 192), 4 * 256 + 1, "nvfp4", many_rows.IN_TILES),
-        ((4, 128, 96), 1000, "mxfp8", many_rows.IN_16_BITS),
-        ((4, 96, 128), 1000, "mxfp8", many_rows.IN_16_BITS),
+        ((4, 128, 192), 4 * 256 + 1, "nvfp4", prefill.RETILE_FIRST),
+        ((4, 128, 96), 1000, "mxfp8", prefill.DEQUANTIZE_FIRST),
+        ((4, 96, 128), 1000, "mxfp8", prefill.DEQUANTIZE_FIRST),
         ((4, 100, 128), 1000, "mxfp8", None),
         ((1, 96, 128), 1000, "mxfp8", None),
         ((1, 128, 128), 256, "mxfp8", None),
-        ((1, 128, 128), 257, "mxfp8", many_rows.IN_TILES),
+        ((1, 128, 128), 257, "mxfp8", prefill.RETILE_FIRST),
         ((1, 128, 128), 2048, "nvfp4", None),
-        ((1, 128, 128), 2049, "nvfp4", many_rows.IN_TILES),
+        ((1, 128, 128), 2049, "nvfp4", prefill.RETILE_FIRST),
     ],
 )
 def test_how_many_rows_are_multiplied(shape, rows, format, wanted):
-    assert many_rows.way("linear", shape, format, rows, (9, 0)) == wanted
-    assert many_rows.way("tiled_64x64", shape, format, rows, (9, 0)) is None
-    assert many_rows.way("linear", shape, format, rows, (8, 0)) is None
+    assert prefill.strategy("linear", shape, format, rows, (9, 0)) == wanted
+    assert prefill.strategy("tiled_64x64", shape, format, rows, (9, 0)) is None
+    assert prefill.strategy("linear", shape, format, rows, (8, 0)) is None
 
 
 def test_many_rows_of_linear_weights_go_by_tiles(emulated, hopper, monkeypatch):
-    monkeypatch.setattr(many_rows, "_MOST_ROWS", {"mxfp8": 10})
+    monkeypatch.setattr(prefill, "_MOST_ROWS", {"mxfp8": 10})
     weight, exact = make(64, 128)
     offsets, rows = torch.tensor(OFFSETS, dtype=torch.int32), torch.randn(42, 128, dtype=torch.bfloat16)
     seen, run = [], operators.run
@@ -179,7 +180,7 @@ def test_many_rows_of_linear_weights_go_by_tiles(emulated, hopper, monkeypatch):
 
 
 def test_many_rows_of_odd_weights_go_in_16_bits(emulated, hopper, monkeypatch):
-    monkeypatch.setattr(many_rows, "_MOST_ROWS", {"mxfp8": 10})
+    monkeypatch.setattr(prefill, "_MOST_ROWS", {"mxfp8": 10})
     monkeypatch.setattr(operators, "plan_gemm", None)
     torch.manual_seed(0)
     gate_up, down = quantize(torch.randn(4, 64, 96) / 10), quantize(torch.randn(4, 96, 32) / 6)

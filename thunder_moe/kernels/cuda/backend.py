@@ -4,7 +4,7 @@ of src/*.cu, for operands in the form that those read.
 
 Float32 rows run on kernels/reference.py, with a warning. The gradient of 16-bit rows is a grouped GEMM with dequantized
 weights (linear.py, or torch's where that is faster). For many rows on SM90, weights in layout "linear" are converted
-first (many_rows.py). Nothing synchronizes with the host.
+first (prefill.py). Nothing synchronizes with the host.
 Offsets, row_slot and slot_row are not trusted: nothing out of range is read or written (`row_end` of grouped_mm.cuh,
 `slot_of_row` of common.cuh), and the results of such rows are undefined.
 """
@@ -26,7 +26,7 @@ from thunder_moe.formats.tiled_64x64 import scale_table
 from thunder_moe.formats.weight import PackedWeight, WeightOperands
 from thunder_moe.kernels import reference
 from thunder_moe.kernels.arguments import dtype_code, pointer
-from thunder_moe.kernels.cuda import chain, configs, many_rows, nvrtc, operators, prepared
+from thunder_moe.kernels.cuda import chain, configs, nvrtc, operators, prefill, prepared
 from thunder_moe.kernels.cuda import router as routers
 from thunder_moe.kernels.cuda.arguments import (
     DequantizeArguments,
@@ -92,9 +92,9 @@ def grouped_mm(
     if rows == 0 or weight.shape[1] == 0:
         return activation.new_empty(rows, weight.shape[1])
     weight, activation, offsets = _for_rows(weight, rows, config), aligned(activation.detach()), offsets.contiguous()
-    if config is None and _way(weight, rows) == many_rows.IN_16_BITS:
+    if config is None and _prefill_strategy(weight, rows) == prefill.DEQUANTIZE_FIRST:
         values = dequantize(weight, activation.dtype)
-        return many_rows.multiply(activation, values, offsets, target(activation.device))
+        return prefill.multiply(activation, values, offsets, target(activation.device))
     return _run("scaled_grouped_mm", weight, config, activation, operands_of(weight), offsets)
 
 
@@ -117,7 +117,7 @@ def grouped_swiglu(
         return activation.new_empty(rows, features)
     weight = _for_rows(weight, rows, config)
     split_blocks = weight.layout == TILED and features % 64 != 0  # they have rows of gate and of up
-    if split_blocks or (config is None and _way(weight, rows) == many_rows.IN_16_BITS):
+    if split_blocks or (config is None and _prefill_strategy(weight, rows) == prefill.DEQUANTIZE_FIRST):
         gate_up = grouped_mm(gather_rows(activation, row_slot), weight, offsets)
         return swiglu(gate_up, offsets, row_slot, slot_scale, bias, form)
     row_slot = None if row_slot is None else row_slot.contiguous()
@@ -141,7 +141,7 @@ def grouped_mm_combine(
         return activation.new_zeros(slot_row.shape[0], n)
     weight, offsets = _for_rows(weight, rows), offsets.contiguous()
     operands, bias = (aligned(activation.detach()), operands_of(weight), offsets), floats(bias)
-    if n % 2 == 0 and (bias is not None or _way(weight, rows) != many_rows.IN_16_BITS):
+    if n % 2 == 0 and (bias is not None or _prefill_strategy(weight, rows) != prefill.DEQUANTIZE_FIRST):
         return _run("grouped_mm_combine", weight, None, *operands, slot_row.contiguous(), floats(slot_weight), bias)
     if bias is None:
         product = grouped_mm(activation, weight, offsets)
@@ -390,17 +390,17 @@ def launch_per_block(
         launch(_QUANTIZE, kernel, ELEMENTWISE_THREADS, 0, experts * per_expert, argument, device)
 
 
-def _way(weight: PackedWeight, rows: int) -> str | None:
-    """Return how so many rows are multiplied by a weight: one of `many_rows.WAYS`, or None."""
+def _prefill_strategy(weight: PackedWeight, rows: int) -> str | None:
+    """Return how so many rows are multiplied by a weight: one of `prefill.STRATEGIES`, or None."""
     capability = target(weight.device).capability
-    return many_rows.way(weight.layout, weight.shape, weight.format.name, rows, capability)
+    return prefill.strategy(weight.layout, weight.shape, weight.format.name, rows, capability)
 
 
 def _for_rows(weight: Packed, rows: int, config: GemmConfig | None = None) -> Packed:
     """The weight in the layout in which so many rows are multiplied, for a given configuration in its layout."""
     if config is not None:
         return weight.to_layout(config.layout)
-    return to_tiled(weight) if _way(weight, rows) == many_rows.IN_TILES else _readable(weight)
+    return to_tiled(weight) if _prefill_strategy(weight, rows) == prefill.RETILE_FIRST else _readable(weight)
 
 
 def _readable(weight: Packed) -> Packed:

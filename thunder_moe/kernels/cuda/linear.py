@@ -1,5 +1,5 @@
 """Grouped GEMMs of 16-bit and float32 weights, or their transposes, by the kernels of src/linear_*.cu.
-Called by training.py, wgrad.py, low_rank.py, many_rows.py and prepared.py beside it; calls chain.py.
+Called by training.py, wgrad.py, low_rank.py, prefill.py and prepared.py beside it; calls chain.py.
 
 Legend: M rows sorted by expert, E experts, N columns of the result, K what is summed over.
 """

@@ -23,7 +23,7 @@ from thunder_moe.formats.layouts import LINEAR
 from thunder_moe.formats.weight import WeightOperands
 from thunder_moe.kernels import chains
 from thunder_moe.kernels.arguments import DTYPE_CODES
-from thunder_moe.kernels.cuda import many_rows, prepared, router
+from thunder_moe.kernels.cuda import prefill, prepared, router
 from thunder_moe.kernels.cuda.chain import Address, ChainBuilder, launched
 from thunder_moe.kernels.cuda.configs import TILED, GemmConfig, choose_config
 from thunder_moe.kernels.cuda.linear import MAX_EXPERTS
@@ -184,13 +184,15 @@ def unserved_reason(spec: GemmSpec, rows: int | None = None) -> str | None:
         return f"layout {spec.weight.layout!r} is converted to {LINEAR!r} first"
     if spec.weight.layout == TILED and spec.activation is not None and spec.features % 64 != 0:
         return f"blocks of layout {TILED!r} have rows of gate and of up: the activation is a kernel of its own"
-    way = many_rows.way(
+    strategy = prefill.strategy(
         spec.weight.layout, (spec.num_experts, spec.n, spec.k), spec.weight.format, spec.rows if rows is None else rows,
         spec.target.capability,
     )  # fmt: skip
-    if way == many_rows.IN_16_BITS and spec.bias is not None and spec.activation is None:
+    if strategy == prefill.DEQUANTIZE_FIRST and spec.bias is not None and spec.activation is None:
         return None  # the kernels of 16-bit weights add no bias
-    return None if way is None else f"so many rows are multiplied by weights that are converted first, to {way}"
+    if strategy is None:
+        return None
+    return f"so many rows are multiplied by weights that are converted first, to {strategy}"
 
 
 def explain(spec: GemmSpec) -> str:
