@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from thunder_moe.activations import GLU, SWIGLU, swiglu
+from thunder_moe.activations import SWIGLU, SwiGLUConfig, swiglu
 
-FORMS = [SWIGLU, GLU(1.702, 7.0, 1.0), GLU(limit=0.5), GLU(alpha=1.3, up_shift=-0.5)]
+FORMS = [SWIGLU, SwiGLUConfig(1.702, 7.0, 1.0), SwiGLUConfig(limit=0.5), SwiGLUConfig(alpha=1.3, up_shift=-0.5)]
 
 
 @pytest.mark.parametrize("form", FORMS, ids=str)
@@ -29,5 +29,5 @@ def test_scale_and_bias_come_before_the_activation():
 
 
 def test_names():
-    assert str(GLU()) == "SwiGLU"
-    assert str(GLU(1.702, 7.0, 1.0)) == "SwiGLU(alpha=1.702, limit=7.0, up_shift=1.0)"
+    assert str(SwiGLUConfig()) == "SwiGLU"
+    assert str(SwiGLUConfig(1.702, 7.0, 1.0)) == "SwiGLU(alpha=1.702, limit=7.0, up_shift=1.0)"

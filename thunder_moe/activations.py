@@ -13,11 +13,11 @@ from torch import Tensor
 
 from thunder_moe.routing import expert_of_row
 
-__all__ = ["GLU", "SWIGLU", "pre_activation", "swiglu"]
+__all__ = ["SWIGLU", "SwiGLUConfig", "pre_activation", "swiglu"]
 
 
 @dataclass(frozen=True)
-class GLU:
+class SwiGLUConfig:
     """``g * sigmoid(alpha * g) * (u + up_shift)`` with g = min(gate, limit), u = clamp(up, -limit, limit).
 
     The defaults are SwiGLU, ``silu(gate) * up``; GPT-OSS has alpha 1.702, limit 7 and up_shift 1.
@@ -56,11 +56,11 @@ class GLU:
         return torch.cat([grad_gate, grad_up], -1)
 
 
-SWIGLU = GLU()
+SWIGLU = SwiGLUConfig()
 
 
 def swiglu(
-    gate_up: Tensor, offsets: Tensor, form: GLU, row_scale: Tensor | None = None, bias: Tensor | None = None
+    gate_up: Tensor, offsets: Tensor, form: SwiGLUConfig, row_scale: Tensor | None = None, bias: Tensor | None = None
 ) -> Tensor:
     """(M, 2I) -> (M, I) in the same dtype: times row_scale (M,), plus bias (E, 2I), then the activation, in float32."""
     gate, up = pre_activation(gate_up, offsets, row_scale, bias).chunk(2, -1)

@@ -19,7 +19,7 @@ from torch import Tensor
 
 __all__ = [
     "LINEAR_ROUTER_TOKENS",
-    "RouterForm",
+    "RouterConfig",
     "choose_experts",
     "combine",
     "expert_of_row",
@@ -46,7 +46,7 @@ LINEAR_ROUTER_TOKENS = 3
 
 
 @dataclass(frozen=True)
-class RouterForm:
+class RouterConfig:
     """The computation of scores and choice from a router's logits; the options of `ops.router.moe_router`.
 
     Attributes:
@@ -110,8 +110,8 @@ class RouterForm:
         return sums.clamp_min(self.least_sum) if self.least_sum else sums
 
 
-def choose_experts(logits: Tensor, bias: Tensor | None, form: RouterForm) -> tuple[Tensor, Tensor]:
-    """(T, E), (E,) -> the scores of the chosen experts (T, A) before `RouterForm.weigh`, and their int64 ids (T, A).
+def choose_experts(logits: Tensor, bias: Tensor | None, form: RouterConfig) -> tuple[Tensor, Tensor]:
+    """(T, E), (E,) -> the scores of the chosen experts (T, A) before `RouterConfig.weigh`, and their int64 ids (T, A).
 
     The best first, of equal ones the lower index first; NaN is above all numbers.
     """
@@ -122,7 +122,7 @@ def choose_experts(logits: Tensor, bias: Tensor | None, form: RouterForm) -> tup
     return scores.gather(-1, ids), ids
 
 
-def _mask_groups(choice: Tensor, form: RouterForm) -> Tensor:
+def _mask_groups(choice: Tensor, form: RouterConfig) -> Tensor:
     """Takes the experts outside of the best groups out of the choice (T, E)."""
     groups = choice.unflatten(-1, (form.num_groups, -1))
     best = groups.gather(-1, _best(groups, form.group_best)).sum(-1)  # [T, G]
@@ -138,7 +138,7 @@ def _best(values: Tensor, count: int) -> Tensor:
 
 
 def router(
-    logits: Tensor, bias: Tensor | None, form: RouterForm, dtype: torch.dtype
+    logits: Tensor, bias: Tensor | None, form: RouterConfig, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """See ops.router.moe_router: scores (T, A) in a dtype, ids int64 (T, A), row_slot, offsets and slot_row."""
     chosen, ids = choose_experts(logits, bias, form)
@@ -159,7 +159,7 @@ def linear_router(
     weight: Tensor,
     linear_bias: Tensor | None,
     bias: Tensor | None,
-    form: RouterForm,
+    form: RouterConfig,
     logits_dtype: torch.dtype,
     dtype: torch.dtype,
     *,
@@ -170,7 +170,7 @@ def linear_router(
     return *choose(logits, bias, form, dtype), logits
 
 
-def router_gradient(grad: Tensor, logits: Tensor, expert_ids: Tensor, form: RouterForm) -> Tensor:
+def router_gradient(grad: Tensor, logits: Tensor, expert_ids: Tensor, form: RouterConfig) -> Tensor:
     """The gradient of `router`'s scores (T, A) -> that of its logits (T, E)."""
     scores = form.scores(logits)
     of_chosen = form.weigh_gradient(grad.to(scores.dtype), scores.gather(-1, expert_ids))

@@ -89,7 +89,7 @@ def kernel_layout(request, backend, monkeypatch):
     if config is not None:
         monkeypatch.setattr(operators, "plan_gemm", lambda spec, given=None: plan_gemm(spec, given or config))
     for operator in OPERATORS.values():  # what they know of earlier calls
-        monkeypatch.setattr(operator, "_recent", ())
+        monkeypatch.setattr(operator, "_mru", ())
     chains.clear()
     yield layout
     chains.clear()

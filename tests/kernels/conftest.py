@@ -54,9 +54,9 @@ def adversary():
 def late_result(argument):
     """(address, bytes) of what a kernel takes for the result of the kernel before it; (None, 0) for none."""
     argument = getattr(argument, "gemm", argument)
-    if getattr(argument, "late_x", False):
+    if getattr(argument, "x_from_previous_kernel", False):
         return argument.x, 2 * argument.rows * argument.k
-    if getattr(argument, "late_rows", False):
+    if getattr(argument, "rows_from_previous_kernel", False):
         return argument.rows, 2 * argument.num_rows * argument.n
     return None, 0
 

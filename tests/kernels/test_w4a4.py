@@ -18,7 +18,7 @@ from oracle import (
 
 from thunder_moe import Llama4MoE, Llama4MoEConfig, quantize_
 from thunder_moe import f16a_nvfp4weight_scaled_grouped_mm as operator
-from thunder_moe.activations import GLU
+from thunder_moe.activations import SwiGLUConfig
 from thunder_moe.formats.nvfp4 import NVFP4Weight, quantize
 from thunder_moe.kernels import reference, w4a4
 from thunder_moe.kernels.select import use_backend
@@ -131,7 +131,7 @@ def test_options_of_the_fused_operators():
     offsets = torch.tensor([1, 3, 3, 6], dtype=torch.int32)
     tokens, weight, _ = make(torch.float32, 3, n=32)
     row_slot = torch.tensor([3, 0, 5, 1, 2, 4], dtype=torch.int32)
-    slot_scale, bias, form = torch.rand(3, 2), torch.randn(4, 32), GLU(alpha=1.7, limit=1.0, up_shift=1.0)
+    slot_scale, bias, form = torch.rand(3, 2), torch.randn(4, 32), SwiGLUConfig(alpha=1.7, limit=1.0, up_shift=1.0)
     values = rounded(tokens)
     arguments = (weight, offsets, row_slot, slot_scale, bias, form)
     assert relative_error(w4a4.grouped_swiglu(tokens, *arguments), reference.grouped_swiglu(values, *arguments)) < 1e-5

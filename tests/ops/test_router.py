@@ -14,7 +14,7 @@ from router_forms import FORMS, make_router
 from thunder_moe import moe_linear_router, moe_route, moe_router
 from thunder_moe.kernels.select import BACKENDS, use_backend
 from thunder_moe.ops.operator import OPERATORS
-from thunder_moe.routing import RouterForm, choose_experts, router_gradient
+from thunder_moe.routing import RouterConfig, choose_experts, router_gradient
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 4e-3, torch.float16: 1e-3}
@@ -22,7 +22,7 @@ ON_CPU = [name for name, devices in BACKENDS.items() if not devices or "cpu" in 
 
 
 def form_of(options):
-    return RouterForm(**{name: value for name, value in options.items() if name != "scores_dtype"})
+    return RouterConfig(**{name: value for name, value in options.items() if name != "scores_dtype"})
 
 
 def expected(logits, bias, options):

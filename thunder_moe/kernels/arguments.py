@@ -9,7 +9,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-__all__ = ["DTYPE_CODES", "MaybeTensor", "dtype_code", "floats", "pointer"]
+__all__ = ["DTYPE_CODES", "MaybeTensor", "as_kernel_float", "dtype_code", "pointer"]
 
 MaybeTensor = TypeVar("MaybeTensor", Tensor, "Tensor | None")
 DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
@@ -20,7 +20,7 @@ def pointer(tensor: Tensor | None) -> int | None:
     return None if tensor is None else tensor.data_ptr()
 
 
-def floats(tensor: MaybeTensor) -> MaybeTensor:
+def as_kernel_float(tensor: MaybeTensor) -> MaybeTensor:
     """A contiguous tensor of a dtype that the kernels read."""
     if tensor is None:
         return None

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from thunder_moe.activations import GLU, SWIGLU
+from thunder_moe.activations import SWIGLU, SwiGLUConfig
 from thunder_moe.formats.weight import PackedWeight
 
 __all__ = ["ExpertsCall", "Order", "unfused"]
@@ -44,7 +44,7 @@ class ExpertsCall(NamedTuple):
     down_bias: Tensor | None = None
     order: Order | None = None
     weight_on_input: bool = False
-    form: GLU = SWIGLU
+    form: SwiGLUConfig = SWIGLU
     expert_ranks: int = 1
     summed: bool = True
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from thunder_moe.activations import GLU, pre_activation, swiglu
+from thunder_moe.activations import SwiGLUConfig, pre_activation, swiglu
 from thunder_moe.routing import expert_of_row, gather_rows, live_rows, scale_of_rows
 
 __all__ = ["Gemms", "Gradients", "Needs", "grouped_mm_combine", "grouped_swiglu", "moe_experts"]
@@ -30,7 +30,7 @@ def grouped_swiglu(
     slot_scale: Tensor | None = None,
     bias: Tensor | None = None,
     *,
-    form: GLU,
+    form: SwiGLUConfig,
     gemms: Gemms,
     needs: Needs,
     gate_up: Tensor | None = None,
@@ -122,7 +122,7 @@ def moe_experts(
     order: tuple[Tensor, Tensor, Tensor],
     *,
     weight_on_input: bool,
-    form: GLU,
+    form: SwiGLUConfig,
     gate_up: Gemms,
     down: Gemms,
     needs: Needs,

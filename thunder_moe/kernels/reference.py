@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from thunder_moe.activations import GLU, SWIGLU, swiglu
+from thunder_moe.activations import SWIGLU, SwiGLUConfig, swiglu
 from thunder_moe.formats.registry import FORMATS as NUMBER_FORMATS
 from thunder_moe.formats.registry import dequantize_expert
 from thunder_moe.formats.weight import PackedWeight
@@ -65,7 +65,7 @@ def grouped_swiglu(
     row_slot: torch.Tensor | None = None,
     slot_scale: torch.Tensor | None = None,
     bias: torch.Tensor | None = None,
-    form: GLU = SWIGLU,
+    form: SwiGLUConfig = SWIGLU,
 ) -> torch.Tensor:
     """Rows (M, K), or tokens (T, K) with row_slot (M,); weight (E, 2I, K) with the gate's rows first -> (M, I)."""
     gate_up = grouped_mm(gather_rows(activation, row_slot), weight, offsets)

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 import torch
 
-from thunder_moe.activations import GLU
-from thunder_moe.routing import RouterForm
+from thunder_moe.activations import SwiGLUConfig
+from thunder_moe.routing import RouterConfig
 
 __all__ = ["CombineSpec", "DgradSpec", "ExpertsSpec", "GemmSpec", "LinearSpec", "RouterSpec", "Target", "WeightSpec"]
 
@@ -75,7 +75,7 @@ class GemmSpec:
     top_k: int | None = None
     slot_scale: torch.dtype | None = None
     bias: torch.dtype | None = None
-    activation: GLU | None = None
+    activation: SwiGLUConfig | None = None
 
     @property
     def features(self) -> int:
@@ -117,7 +117,7 @@ class ExpertsSpec:
     weights: torch.dtype
     gate_up: WeightSpec
     down: WeightSpec
-    activation: GLU
+    activation: SwiGLUConfig
     target: Target
     gate_up_bias: torch.dtype | None = None
     down_bias: torch.dtype | None = None
@@ -187,7 +187,7 @@ class RouterSpec:
 
     tokens: int
     num_experts: int
-    form: RouterForm
+    form: RouterConfig
     logits: torch.dtype
     bias: torch.dtype | None
     scores: torch.dtype

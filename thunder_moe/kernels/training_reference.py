@@ -14,7 +14,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from thunder_moe.activations import GLU
+from thunder_moe.activations import SwiGLUConfig
 from thunder_moe.formats.weight import NVFP4Weight
 from thunder_moe.kernels.select import select
 from thunder_moe.routing import combine, expert_of_row, gather_rows, live_rows, row_groups
@@ -153,7 +153,7 @@ def scaled_swiglu(
     scales: Tensor | None = None,
     offsets: Tensor | None = None,
     *,
-    form: GLU,
+    form: SwiGLUConfig,
     interleave: int | None = None,
 ) -> Tensor:
     """(M, 2I) -> (M, I) in y's dtype: the activation, times scales (M,); float32 inside, rounded once.
@@ -173,7 +173,7 @@ def scaled_swiglu_gradient(
     scales: Tensor | None = None,
     offsets: Tensor | None = None,
     *,
-    form: GLU,
+    form: SwiGLUConfig,
     interleave: int | None = None,
     needs: tuple[bool, bool] = (True, True),
 ) -> tuple[Tensor | None, Tensor | None]:
@@ -194,7 +194,7 @@ def scaled_swiglu_gradient(
 
 
 def swiglu_gradient_and_value(
-    grad: Tensor, y: Tensor, scales: Tensor | None, offsets: Tensor | None, *, form: GLU, needs_scales: bool
+    grad: Tensor, y: Tensor, scales: Tensor | None, offsets: Tensor | None, *, form: SwiGLUConfig, needs_scales: bool
 ) -> tuple[Tensor, Tensor | None, Tensor]:
     """Return the results of `scaled_swiglu_gradient` (for both, or y alone) and of `scaled_swiglu`."""
     of_y, of_scales = scaled_swiglu_gradient(grad, y, scales, offsets, form=form, needs=(True, needs_scales))

@@ -12,7 +12,7 @@ import sys
 
 import torch
 
-from thunder_moe.activations import GLU, SWIGLU, swiglu
+from thunder_moe.activations import SWIGLU, SwiGLUConfig, swiglu
 from thunder_moe.formats.nvfp4 import BLOCK_SIZE, E2M1_MAX, E4M3_MAX
 from thunder_moe.formats.weight import PackedWeight
 from thunder_moe.kernels import reference
@@ -102,7 +102,7 @@ def grouped_swiglu(
     row_slot: torch.Tensor | None = None,
     slot_scale: torch.Tensor | None = None,
     bias: torch.Tensor | None = None,
-    form: GLU = SWIGLU,
+    form: SwiGLUConfig = SWIGLU,
     *,
     amax: float | None = None,
 ) -> torch.Tensor:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from thunder_moe.activations import GLU
+from thunder_moe.activations import SwiGLUConfig
 from thunder_moe.formats.checks import require
 from thunder_moe.kernels.select import training_kernels
 from thunder_moe.ops import grouped_linear  # noqa: F401  (registers the operators)
@@ -39,7 +39,7 @@ class ActivationForm:
 
     Attributes:
         kind: one of `KINDS`.
-        alpha, limit, up_shift: of SwiGLU, as in `activations.GLU`.
+        alpha, limit, up_shift: of SwiGLU, as in `activations.SwiGLUConfig`.
         interleave: s, where gate and up take turns of s columns; None: the gate's columns come first.
     """
 
@@ -50,8 +50,8 @@ class ActivationForm:
     interleave: int | None = None
 
     @property
-    def glu(self) -> GLU:
-        return GLU(self.alpha, self.limit, self.up_shift)
+    def glu(self) -> SwiGLUConfig:
+        return SwiGLUConfig(self.alpha, self.limit, self.up_shift)
 
     @property
     def options(self) -> dict[str, Any]:

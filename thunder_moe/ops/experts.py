@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from thunder_moe.activations import GLU
+from thunder_moe.activations import SwiGLUConfig
 from thunder_moe.formats.checks import require
 from thunder_moe.formats.layouts import LAYOUTS, LINEAR
 from thunder_moe.formats.weight import PackedWeight, WeightOperands
@@ -128,7 +128,7 @@ def _gradient(
         row_slot, offsets, slot_row = torch.ops.thunder_moe.moe_route(expert_ids, gate_up.codes.shape[0])
     return gradients.moe_experts(
         grad, hidden_states, expert_weights, gate_up_bias, down_bias, (row_slot, offsets, slot_row),
-        weight_on_input=weight_on_input, form=GLU(**form), needs=needs,
+        weight_on_input=weight_on_input, form=SwiGLUConfig(**form), needs=needs,
         gate_up=gemm_and_dgrad(gate_up, offsets, gate_up_layout), down=gemm_and_dgrad(down, offsets, down_layout),
     )  # fmt: skip
 
@@ -202,7 +202,7 @@ def f16a_nvfp4weight_moe_experts(
     order = None if row_slot is None or offsets is None or slot_row is None else (row_slot, offsets, slot_row)
     call = ExpertsCall(
         hidden_states, expert_ids, expert_weights, gate_up.packed(gate_up_layout), down.packed(down_layout),
-        gate_up_bias, down_bias, order, weight_on_input, GLU(alpha, limit, up_shift), expert_ranks,
+        gate_up_bias, down_bias, order, weight_on_input, SwiGLUConfig(alpha, limit, up_shift), expert_ranks,
     )  # fmt: skip
     out: Tensor = select(hidden_states.device, format=gate_up.format.name).moe_experts(call)
     return out

@@ -18,7 +18,7 @@ from thunder_moe.formats.weight import PackedWeight, WeightOperands
 from thunder_moe.kernels.gradients import Gemms
 from thunder_moe.kernels.select import select
 from thunder_moe.ops.checks import check_offset_values, check_operands, check_rows_and_weight
-from thunder_moe.ops.operator import OPERATORS, name_in, weight_operator
+from thunder_moe.ops.operator import OPERATORS, op_name_for, weight_operator
 from thunder_moe.routing import live_rows
 
 __all__ = [
@@ -39,7 +39,8 @@ def operands(weight: PackedWeight) -> tuple[Tensor, ...]:
 
 def gemm_and_dgrad(weight: WeightOperands, offsets: Tensor, layout: str) -> Gemms:
     """The two operators of this file as functions of the rows: (M, K) -> (M, N) and (M, N) -> (M, K)."""
-    gemm, dgrad = (getattr(torch.ops.thunder_moe, name_in(name, weight.format)) for name in (_NAME, f"{_NAME}_dgrad"))
+    names = [op_name_for(name, weight.format) for name in (_NAME, f"{_NAME}_dgrad")]
+    gemm, dgrad = (getattr(torch.ops.thunder_moe, name) for name in names)
     rest = *weight.tensors, offsets
     return (lambda rows: gemm(rows, *rest, layout=layout), lambda grad: dgrad(grad, *rest, layout=layout))
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from thunder_moe.activations import GLU
+from thunder_moe.activations import SwiGLUConfig
 from thunder_moe.formats.checks import mismatch, require
 from thunder_moe.formats.layouts import LINEAR
 from thunder_moe.formats.weight import WeightOperands
@@ -78,7 +78,8 @@ def _gradient(
     needs: gradients.Needs, layout: str = LINEAR, **form: Any,
 ) -> gradients.Gradients:  # fmt: skip
     gemms = gemm_and_dgrad(weight, offsets, layout)
-    return gradients.grouped_swiglu(grad, activation, offsets, *routing, form=GLU(**form), gemms=gemms, needs=needs)
+    config = SwiGLUConfig(**form)
+    return gradients.grouped_swiglu(grad, activation, offsets, *routing, form=config, gemms=gemms, needs=needs)
 
 
 @weight_operator(
@@ -129,7 +130,8 @@ def f16a_nvfp4weight_grouped_swiglu(
             row_slot, slot_scale, bias or limit that do not fit; on a CPU also for slots in row_slot outside of [0, M).
             Elsewhere the output of their rows is undefined, and their gradients are zero.
     """
-    kernel, form = select(activation.device, format=weight.format.name).grouped_swiglu, GLU(alpha, limit, up_shift)
+    kernel = select(activation.device, format=weight.format.name).grouped_swiglu
+    form = SwiGLUConfig(alpha, limit, up_shift)
     out: Tensor = kernel(activation, weight.packed(layout), offsets, row_slot, slot_scale, bias, form)
     return out
 

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from thunder_moe.activations import GLU
+from thunder_moe.activations import SwiGLUConfig
 from thunder_moe.formats.layouts import LINEAR
 from thunder_moe.formats.weight import WeightOperands
 from thunder_moe.kernels.select import training_kernels
@@ -98,7 +98,7 @@ def _swiglu_backward_and_value(
     """Gradient (M, I) of `scaled_activation`'s result, y (M, 2I) -> the gradients of y and of scales, empty where it is
     not needed; the result."""
     of_y, of_scales, value = training_kernels(y.device).swiglu_gradient_and_value(
-        grad, y, scales, int32_offsets(offsets, y.shape[0], "y"), form=GLU(alpha, limit, up_shift),
+        grad, y, scales, int32_offsets(offsets, y.shape[0], "y"), form=SwiGLUConfig(alpha, limit, up_shift),
         needs_scales=needs_scales,
     )  # fmt: skip
     return of_y, y.new_empty(0) if of_scales is None else of_scales, value

@@ -43,7 +43,7 @@ __all__ = [
     "define",
     "is_eager",
     "is_plain_eager",
-    "name_in",
+    "op_name_for",
     "operator",
     "operator_for",
     "weight_operator",
@@ -116,7 +116,7 @@ class Operator:
         of_nvfp4: Sequence[str] = (),
         format: BlockFormat = NVFP4,
     ) -> None:
-        self.name, self.format = name_in(function.__name__, format), format
+        self.name, self.format = op_name_for(function.__name__, format), format
         self._shapes, self._check, self._check_values, self._dtype = shapes, check, check_values, dtype
         self.differentiable, self._gradient, self._function = differentiable, gradient, function
         self._saved, self._saved_results = saved, saved_results
@@ -149,7 +149,7 @@ class Operator:
         places.append(len(self._positional))
         self._saved_places = slice(places[start], places[stop])
         self._least = sum(parameters[name].default is inspect.Parameter.empty for name in self._positional)
-        self._recent: tuple[Any, ...] = ()
+        self._mru: tuple[Any, ...] = ()  # prepared chains, the most recently used first
         self.public = self._public()
         schema = torch.library.infer_schema(self.public, mutates_args=())
         library, self._overload = define(self.name, schema, self._run, self._fake)
@@ -258,7 +258,7 @@ class Operator:
     def __call__(self, *args: Any, **options: Any) -> Any:
         """Call the operator, past the dispatcher where it has nothing to do."""
         if self._least <= len(args) <= len(self._positional) and is_plain_eager(args[0]):
-            for chain in self._recent:  # which compare every argument themselves
+            for chain in self._mru:  # which compare every argument themselves
                 result = chain(*args, **options)
                 if result is not None:
                     return result
@@ -286,7 +286,7 @@ class Operator:
         """`_run`, on CUDA by a chain of kernels that an earlier call with arguments of this kind has prepared."""
         if forward_ad._current_level >= 0 or chosen_backend() is not None:
             return self._run(*args, **options)
-        for chain in self._recent:
+        for chain in self._mru:
             result = chain(*args, **options)
             if result is not None:
                 return result
@@ -304,7 +304,7 @@ class Operator:
             return result
         if chain is None:
             return self._compute(*self.described(args), **options)
-        self._recent = (chain, *[other for other in self._recent if other is not chain][: _MAX_RECENT - 1])
+        self._mru = (chain, *[other for other in self._mru if other is not chain][: _MAX_RECENT - 1])
         result = chain(*args, **options)
         # None for another alignment, say.
         return self._compute(*self.described(args), **options) if result is None else result
@@ -500,11 +500,11 @@ def operator_for(name: str, format: BlockFormat = NVFP4) -> Callable[..., Any]:
 
     In eager code it is the `Operator`, which leaves the dispatcher out where it can; compilers see torch's own object.
     """
-    name = name_in(name, format)
+    name = op_name_for(name, format)
     return getattr(torch.ops.thunder_moe, name) if torch.compiler.is_compiling() else OPERATORS[name]
 
 
-def name_in(name: str, format: BlockFormat) -> str:
+def op_name_for(name: str, format: BlockFormat) -> str:
     """Return the name of an NVFP4 operator's form for weights of another number format."""
     return name.replace(NVFP4.name, format.name)
 

@@ -17,7 +17,7 @@ from thunder_moe.formats.checks import require
 from thunder_moe.kernels.select import select
 from thunder_moe.ops.checks import ACTIVATION_DTYPES
 from thunder_moe.ops.operator import operator
-from thunder_moe.routing import RouterForm, router_gradient
+from thunder_moe.routing import RouterConfig, router_gradient
 
 __all__ = ["moe_linear_router", "moe_router"]
 
@@ -55,7 +55,7 @@ def _check_form(
         require(ok, "bias", bias, f"shape ({experts},), dtype bfloat16, float16 or float32, on {device}")
     if scores_dtype is not None and scores_dtype not in ACTIVATION_DTYPES:
         raise ValueError(f"scores_dtype: got {scores_dtype}, wanted bfloat16, float16 or float32, or None")
-    form = RouterForm(top_k, **options)
+    form = RouterConfig(top_k, **options)
     if form.score not in _SCORES:
         raise ValueError(f"score: got {form.score!r}, wanted one of {_SCORES}")
     if form.num_groups < 1 or experts % form.num_groups:
@@ -82,7 +82,7 @@ def _check_values(logits: Tensor, *_: Any, top_k: int, **__: Any) -> None:
 def _gradient(
     grad: Tensor, logits: Tensor, expert_ids: Tensor, *, needs: Any, scores_dtype: Any = None, **options: Any
 ) -> tuple[Tensor]:
-    return (router_gradient(grad, logits, expert_ids, RouterForm(**options)),)
+    return (router_gradient(grad, logits, expert_ids, RouterConfig(**options)),)
 
 
 @operator(
@@ -152,7 +152,7 @@ def moe_router(
     Raises:
         ValueError: a tensor has the wrong rank, shape, dtype or device, or an option is out of its range.
     """
-    form = RouterForm(
+    form = RouterConfig(
         top_k, score, normalize, epsilon, least_sum, scale, num_groups, top_groups, group_best, mask_to_zero
     )
     kernel = select(logits.device).router
@@ -255,7 +255,7 @@ def moe_linear_router(
     Raises:
         ValueError: a tensor has the wrong rank, shape, dtype or device, or an option is out of its range.
     """
-    form = RouterForm(
+    form = RouterConfig(
         top_k, score, normalize, epsilon, least_sum, scale, num_groups, top_groups, group_best, mask_to_zero
     )
     dtypes = logits_dtype or hidden_states.dtype, scores_dtype or hidden_states.dtype

@@ -18,7 +18,7 @@ from thunder_moe.formats.layouts import LINEAR, find_layout
 from thunder_moe.formats.weight import PackedWeight, WeightOperands
 from thunder_moe.kernels.select import select
 from thunder_moe.ops.checks import ACTIVATION_DTYPES, check_optional
-from thunder_moe.ops.operator import OPERATORS, name_in, weight_operator
+from thunder_moe.ops.operator import OPERATORS, op_name_for, weight_operator
 
 __all__ = [
     "dense_operands",
@@ -81,7 +81,7 @@ def _check(activation: Tensor, weight: WeightOperands, bias: Tensor | None = Non
 
 def _run(name: str, rows: Tensor, weight: WeightOperands, layout: str) -> Tensor:
     """Calls the operator of a name in the weight's format."""
-    operator = getattr(torch.ops.thunder_moe, name_in(name, weight.format))
+    operator = getattr(torch.ops.thunder_moe, op_name_for(name, weight.format))
     out: Tensor = operator(rows, *weight.tensors, layout=layout)
     return out
 
@@ -190,5 +190,5 @@ def _register_autocast(name: str, device_type: str, key: str) -> None:
 
 _LIBRARY = torch.library.Library("thunder_moe", "IMPL")
 for _format in (NVFP4, MXFP8):
-    _register_autocast(name_in(_NAME, _format), "cpu", "AutocastCPU")
-    _register_autocast(name_in(_NAME, _format), "cuda", "AutocastCUDA")
+    _register_autocast(op_name_for(_NAME, _format), "cpu", "AutocastCPU")
+    _register_autocast(op_name_for(_NAME, _format), "cuda", "AutocastCUDA")

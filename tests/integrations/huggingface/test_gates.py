@@ -16,7 +16,7 @@ from torch import nn
 
 transformers = pytest.importorskip("transformers")
 
-from thunder_moe.activations import GLU  # noqa: E402
+from thunder_moe.activations import SwiGLUConfig  # noqa: E402
 from thunder_moe.integrations.huggingface.forms import GATES, apply_gate, form_of  # noqa: E402
 from thunder_moe.integrations.huggingface.known_code import NEWEST, origin, tell, unknown_version  # noqa: E402
 
@@ -35,7 +35,7 @@ SETTINGS = [
 
 @torch.no_grad()
 def found_by_probes(experts):
-    """Return the only `GLU` that agrees with the gate of experts to float32 rounding, or None."""
+    """Return the only `SwiGLUConfig` that agrees with the gate of experts to float32 rounding, or None."""
     limits = {None} | {getattr(experts, name, None) for name in ("limit", "swiglu_limit")} - {float("inf")}
     around = [factor * limit for limit in limits if limit is not None for factor in (0.9, 1.1, 4.0)]
     values = torch.tensor([sign * probe for probe in (*PROBES, *around) for sign in (1.0, -1.0)])
@@ -43,7 +43,7 @@ def found_by_probes(experts):
     interleaved = not getattr(experts, "is_concatenated", True)
     own = apply_gate(experts, type(experts), torch.cat([gate, up])[None], interleaved)[0]
     alphas = {1.0, 1.702} | {getattr(experts, name, 1.0) for name in ("alpha", "swiglu_alpha")}
-    forms = [GLU(*each) for each in itertools.product(alphas, limits, (0.0, 1.0))]
+    forms = [SwiGLUConfig(*each) for each in itertools.product(alphas, limits, (0.0, 1.0))]
     agreeing = [form for form in forms if torch.allclose(form(gate, up), own, rtol=1e-5, atol=1e-6)]
     assert len(agreeing) <= 1
     return agreeing[0] if agreeing else None
@@ -91,7 +91,7 @@ def test_activations_that_are_silu(activation):
     experts = make_experts(*QWEN3)
     del experts.act_fn
     experts.act_fn = activation
-    assert form_of(experts).swiglu == GLU()
+    assert form_of(experts).swiglu == SwiGLUConfig()
 
 
 @pytest.mark.parametrize("activation", [nn.GELU(), Scaled(), hooked(), patched(), lambda x: F.silu(x), torch.relu])

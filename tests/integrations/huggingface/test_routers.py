@@ -218,7 +218,7 @@ def test_the_log_tells_what_became_of_each_class(caplog):
     for _ in range(2):
         fuse_routers(make(*FUSED[0][:3])[0], RowOrders())
         fuse_routers(make(*LEFT[0])[0], RowOrders())
-    assert caplog.text.count("router Qwen3MoeTopKRouter runs moe_router, RouterForm(top_k=4") == 1
+    assert caplog.text.count("router Qwen3MoeTopKRouter runs moe_router, RouterConfig(top_k=4") == 1
     assert caplog.text.count("router Lfm2MoeTopKRouter keeps its own operations") == 1
 
 

@@ -44,7 +44,7 @@ def chains(emulated, monkeypatch):
     for module in (select, operator):
         monkeypatch.setattr(module, "has_chains", lambda device: True)
     for described in operator.OPERATORS.values():
-        monkeypatch.setattr(described, "_recent", ())
+        monkeypatch.setattr(described, "_mru", ())
     unprepared, compute = [], operator.Operator._compute
 
     def counted(self, *args, **options):

@@ -10,7 +10,7 @@ from emulated_gemms import DTYPES, emulate_device, make
 from fast_cases import others_slow
 from oracle import dequantize, grouped_mm, moe_experts, relative_error
 
-from thunder_moe.activations import GLU
+from thunder_moe.activations import SwiGLUConfig
 from thunder_moe.formats import nvfp4
 from thunder_moe.formats.nvfp4 import quantize
 from thunder_moe.kernels.cuda import backend as cuda
@@ -59,7 +59,7 @@ def test_a_whole_layer(layout, tokens, weight_on_input):
     )
     row_slot, offsets, slot_row = cuda.route(ids, experts)
     on_input, on_output = (scores, None) if weight_on_input else (None, scores)
-    rows = cuda.grouped_swiglu(x, gate_up, offsets, row_slot, on_input, biases[0], GLU(1.702, 1.5, 1.0))
+    rows = cuda.grouped_swiglu(x, gate_up, offsets, row_slot, on_input, biases[0], SwiGLUConfig(1.702, 1.5, 1.0))
     out = cuda.grouped_mm_combine(rows, down, offsets, slot_row, on_output, biases[1])
     exact = [dequantize(*weight.tensors()) for weight in linear]
     form = dict(alpha=1.702, limit=1.5, up_shift=1.0)

@@ -11,7 +11,7 @@ from emulator.guarded_memory import guarded
 from fast_cases import others_slow
 from oracle import dequantize, grouped_mm, grouped_swiglu, relative_error
 
-from thunder_moe.activations import GLU, SWIGLU
+from thunder_moe.activations import SWIGLU, SwiGLUConfig
 from thunder_moe.formats.nvfp4 import NVFP4Weight, quantize
 from thunder_moe.kernels import reference
 from thunder_moe.kernels.cuda import backend as cuda
@@ -99,7 +99,7 @@ def test_row_slot_of_the_activation_behind_a_gemm():
     offsets, wrong = torch.tensor([1, 9, 2, 4], dtype=torch.int32), ints([LEAST, 3, MOST, 4])
     out = cuda.swiglu(gate_up, offsets, wrong, scale, None, SWIGLU)
     gate, up = (gate_up[1].float() * scale[3]).chunk(2)
-    assert relative_error(out[1], GLU()(gate, up)) < 5e-3
+    assert relative_error(out[1], SwiGLUConfig()(gate, up)) < 5e-3
 
 
 @pytest.mark.parametrize("n", [16, 12])

@@ -14,7 +14,7 @@ from thunder_moe import routing
 from thunder_moe.kernels.cuda import backend as cuda
 from thunder_moe.kernels.cuda import operators, workspace
 from thunder_moe.kernels.cuda import router as routers
-from thunder_moe.routing import RouterForm
+from thunder_moe.routing import RouterConfig
 from thunder_moe.routing import router as plain
 
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 4e-3, torch.float16: 1e-3}
@@ -23,7 +23,7 @@ TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 4e-3, torch.float16: 1e-3}
 def check(logits, bias, options):
     options = dict(options)
     dtype = options.pop("scores_dtype", logits.dtype)
-    form = RouterForm(**options)
+    form = RouterConfig(**options)
     actual, wanted = (run(logits, bias, form, dtype) for run in (cuda.router, plain))
     assert relative_error(actual[0], wanted[0]) < TOLERANCE[dtype]
     for result, other in zip(actual, wanted, strict=True):
@@ -75,7 +75,7 @@ def test_ties_nan_and_infinities(emulated):
         (torch.float32, torch.bfloat16, torch.float16),
     ):
         for bias in (None, torch.tensor([0.0, -1.0, 2.0, 0.0, nan, 0.0, -2.0, -2.0])):
-            form = RouterForm(**options)
+            form = RouterConfig(**options)
             actual, wanted = (run(logits.to(dtype), bias, form, torch.float32) for run in (cuda.router, plain))
             assert torch.allclose(actual[0], wanted[0], rtol=1e-6, equal_nan=True)
             for result, other in zip(actual[1:], wanted[1:], strict=True):
@@ -94,7 +94,7 @@ def test_what_no_kernel_serves_runs_in_plain_torch(emulated, monkeypatch):
 def check_linear(tokens, hidden_size, options, dtype, experts=16, linear_bias=False, bias=None, logits_dtype=None):
     x, weight = torch.randn(tokens, hidden_size).to(dtype), (torch.randn(experts, hidden_size) / 8).to(dtype)
     linear_bias = torch.randn(experts).to(dtype) if linear_bias else None
-    form, logits_dtype = RouterForm(**options), logits_dtype or dtype
+    form, logits_dtype = RouterConfig(**options), logits_dtype or dtype
     *actual, logits = cuda.linear_router(x, weight, linear_bias, bias, form, logits_dtype, dtype)
     exact = x.double() @ weight.double().T + (0 if linear_bias is None else linear_bias.double())
     assert logits.dtype == logits_dtype

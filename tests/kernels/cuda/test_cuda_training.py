@@ -7,13 +7,13 @@ import torch
 from emulated_gemms import emulate_device
 from fast_cases import others_slow
 
-from thunder_moe.activations import GLU
+from thunder_moe.activations import SwiGLUConfig
 from thunder_moe.kernels import slow_paths
 from thunder_moe.kernels.cuda import linear, operands, training, wgrad
 from thunder_moe.kernels.specs import LinearSpec
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 4e-3, torch.float16: 1e-3}
-FORMS = [GLU(), GLU(alpha=1.702, limit=1.5, up_shift=1.0)]
+FORMS = [SwiGLUConfig(), SwiGLUConfig(alpha=1.702, limit=1.5, up_shift=1.0)]
 
 
 def error(got, expected):
@@ -93,10 +93,10 @@ def test_activations_without_scales_and_offsets_of_strided_operands(device):
     y = torch.randn(64, 9, device=device).bfloat16().t()
     grad = torch.ones((), device=device, dtype=torch.bfloat16).expand(9, 32)
     exact = y.double().requires_grad_()
-    expected = swiglu64(exact, torch.ones(9, device=device), GLU(), None)
+    expected = swiglu64(exact, torch.ones(9, device=device), SwiGLUConfig(), None)
     expected.sum().backward()
-    out = training.scaled_swiglu(y, form=GLU())
-    grad_y, grad_scales = training.scaled_swiglu_gradient(grad, y, form=GLU())
+    out = training.scaled_swiglu(y, form=SwiGLUConfig())
+    grad_y, grad_scales = training.scaled_swiglu_gradient(grad, y, form=SwiGLUConfig())
     assert error(out, expected.detach()) < 4e-3
     assert error(grad_y, exact.grad) < 4e-3
     assert grad_scales is None
@@ -115,10 +115,10 @@ def test_a_row_of_a_whole_block(device):
     y = torch.randn(3, 2 * features, device=device)
     grad, scales = torch.randn(3, features, device=device), torch.rand(3, device=device)
     exact, exact_scales = y.double().requires_grad_(), scales.double().requires_grad_()
-    expected = swiglu64(exact, exact_scales, GLU(), None)
+    expected = swiglu64(exact, exact_scales, SwiGLUConfig(), None)
     expected.backward(grad.double())
-    grad_y, grad_scales = training.scaled_swiglu_gradient(grad, y, scales, form=GLU())
-    assert error(training.scaled_swiglu(y, scales, form=GLU()), expected.detach()) < 1e-5
+    grad_y, grad_scales = training.scaled_swiglu_gradient(grad, y, scales, form=SwiGLUConfig())
+    assert error(training.scaled_swiglu(y, scales, form=SwiGLUConfig()), expected.detach()) < 1e-5
     assert error(grad_y, exact.grad) < 1e-5
     assert error(grad_scales, exact_scales.grad) < 1e-5
 

@@ -17,7 +17,7 @@ from emulated_gemms import DTYPES, FAST, TILED_CONFIGS, TILED_SWIGLU_CONFIGS, em
 from fast_cases import others_slow
 from oracle import relative_error
 
-from thunder_moe.activations import GLU, SWIGLU
+from thunder_moe.activations import SWIGLU, SwiGLUConfig
 from thunder_moe.formats.nvfp4 import quantize
 from thunder_moe.kernels.cuda import backend as cuda
 from thunder_moe.kernels.cuda import configs as cuda_configs
@@ -39,7 +39,7 @@ def make_layer(tokens, hidden, inner, layout, top_k=A, dtype=BF16):
 @pytest.mark.parametrize(("tokens", "weight_on_input"), others_slow([(1, False), (9, True), (70, False)], [1, 9]))
 def test_equals_its_parts(layout, tokens, weight_on_input):
     args = make_layer(tokens, 64, 48 if layout == "linear" else 128, layout)
-    for order, form in ((None, SWIGLU), (cuda.route(args[1], E), GLU(1.702, 1.5, 1.0))):
+    for order, form in ((None, SWIGLU), (cuda.route(args[1], E), SwiGLUConfig(1.702, 1.5, 1.0))):
         call = ExpertsCall(*args, order, weight_on_input, form)
         assert torch.equal(cuda.moe_experts(call), unfused(cuda, call))
 
@@ -68,7 +68,7 @@ def test_combine_of_any_number_of_slots(hopper, top_k, dtype):
 def test_numbers_of_an_activation_may_be_integers(emulated):
     """As configs write them; their chain is the one of equal floats."""
     operands = make_layer(3, 64, 64, "linear")
-    forms = GLU(2.0, 7.0, 1.0), GLU(2, 7, 1)
+    forms = SwiGLUConfig(2.0, 7.0, 1.0), SwiGLUConfig(2, 7, 1)
     expected, out = (cuda.moe_experts(ExpertsCall(*operands, form=form)) for form in forms)
     assert torch.equal(out, expected)
     gate_up, (_, offsets, _) = operands[3], cuda.route(operands[1], E)

@@ -12,7 +12,7 @@ from fast_cases import others_slow
 from oracle import KERNEL_TOLERANCE, dequantize_mxfp8, grouped_mm, moe_experts, relative_error
 
 import thunder_moe.ops.experts  # noqa: F401  registers the operators of a layer
-from thunder_moe.activations import GLU
+from thunder_moe.activations import SwiGLUConfig
 from thunder_moe.formats.mxfp8 import dequantize, quantize
 from thunder_moe.formats.weight import MXFP8Weight
 from thunder_moe.kernels.cuda import backend as cuda
@@ -105,7 +105,7 @@ def test_scales_out_of_range_give_no_numbers(emulated, hopper, name):
 @pytest.mark.parametrize("name", ["tiled mma", "tiled wgmma"])
 def test_grouped_swiglu(emulated, hopper, name):
     """Tokens are gathered and scaled; biases are added."""
-    form, n, k = GLU(1.702, 1.5, 1.0), 64, 128
+    form, n, k = SwiGLUConfig(1.702, 1.5, 1.0), 64, 128
     weight = quantize(torch.randn(4, 2 * n, k))
     offsets, row_slot = torch.tensor(OFFSETS, dtype=torch.int32), torch.randperm(42).int()
     tokens, scale, bias = torch.randn(21, k, dtype=torch.bfloat16), torch.rand(42), torch.randn(4, 2 * n)

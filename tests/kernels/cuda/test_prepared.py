@@ -17,7 +17,7 @@ from thunder_moe.kernels.cuda import backend as cuda
 from thunder_moe.ops.grouped_mm import operands
 from thunder_moe.ops.operator import OPERATORS
 from thunder_moe.ops.scaled_mm import dense_operands
-from thunder_moe.routing import RouterForm
+from thunder_moe.routing import RouterConfig
 
 E, T, A, H, INNER, BF16 = 4, 5, 2, 64, 64, torch.bfloat16
 OFFSETS = torch.tensor([1, 4, 4, 10], dtype=torch.int32)
@@ -119,7 +119,7 @@ def test_routing(tokens, biased):
     logits, ids = torch.randn(tokens, 40), torch.randint(-1, E + 1, (tokens, A))
     args = (logits, torch.randn(40)) if biased else (logits,)
     form = dict(top_k=4, score="sigmoid", num_groups=4, top_groups=2, scale=2.5)
-    wanted = cuda.router(logits, args[1] if biased else None, RouterForm(**form), BF16)
+    wanted = cuda.router(logits, args[1] if biased else None, RouterConfig(**form), BF16)
     order = cuda.route(ids, E)
     for _ in range(2):
         assert all(map(torch.equal, OPS.moe_router(*args, **form, scores_dtype=BF16), wanted))

@@ -11,7 +11,7 @@ from fast_cases import others_slow
 from oracle import KERNEL_TOLERANCE, grouped_mm, grouped_swiglu, relative_error
 from pairwise import pairwise
 
-from thunder_moe.activations import GLU
+from thunder_moe.activations import SwiGLUConfig
 from thunder_moe.kernels import reference
 from thunder_moe.kernels.cuda import backend as cuda
 
@@ -44,7 +44,7 @@ SWIGLU_EDGES = [*((name, DTYPES[0]) for name in FAST[-2:]), ("tiled mma, 32 toke
 def test_grouped_swiglu(emulated, hopper, name, dtype):
     """Tokens are gathered and scaled; gate and up have different global scales."""
     offsets = torch.tensor([3, 3, 40, 42], dtype=torch.int32)
-    form, config = GLU(1.702, 1.5, 1.0), TILED_SWIGLU_CONFIGS[name]
+    form, config = SwiGLUConfig(1.702, 1.5, 1.0), TILED_SWIGLU_CONFIGS[name]
     for n, k in ((64, 64), (192, 320)):
         weight, _ = make(4, 2 * n, k, halves=2)
         tokens, row_slot = torch.randn(21, k).to(dtype), torch.randperm(42).int()

@@ -42,7 +42,7 @@ from thunder_moe.ops import activation as _activation  # noqa: E402, F401  (regi
 from thunder_moe.ops import experts_lora as _experts_lora  # noqa: E402, F401  (likewise)
 from thunder_moe.ops import fake_quantize as _fake_quantize  # noqa: E402, F401  (likewise)
 from thunder_moe.ops import scaled_mm as _scaled_mm  # noqa: E402, F401  (likewise)
-from thunder_moe.ops.operator import OPERATORS, Operator, name_in  # noqa: E402
+from thunder_moe.ops.operator import OPERATORS, Operator, op_name_for  # noqa: E402
 from thunder_moe.weight_cache import pad_rows  # noqa: E402
 
 __all__ = [
@@ -225,14 +225,14 @@ def _of_operator(operator: Operator) -> Symbol:
     return symbol
 
 
-_COMPOSED = [name_in("f16a_nvfp4weight_moe_experts", format) for format in BLOCK_FORMATS.values()]
+_COMPOSED = [op_name_for("f16a_nvfp4weight_moe_experts", format) for format in BLOCK_FORMATS.values()]
 OPERATOR_SYMBOLS = {name: _of_operator(operator) for name, operator in OPERATORS.items() if name not in _COMPOSED}
 moe_route, moe_router = OPERATOR_SYMBOLS["moe_route"], OPERATOR_SYMBOLS["moe_router"]
 nvfp4_grouped_mm, nvfp4_grouped_swiglu = OPERATOR_SYMBOLS[_GEMM], OPERATOR_SYMBOLS[_SWIGLU]
 _STEMS = ("scaled_grouped_mm", "grouped_swiglu", "grouped_mm_combine", "scaled_mm")
 # By number format and the end of the operator's name.
 SYMBOLS = {
-    format.name: {stem: OPERATOR_SYMBOLS[name_in(f"f16a_nvfp4weight_{stem}", format)] for stem in _STEMS}
+    format.name: {stem: OPERATOR_SYMBOLS[op_name_for(f"f16a_nvfp4weight_{stem}", format)] for stem in _STEMS}
     for format in BLOCK_FORMATS.values()
 }
 EXPERTS_LORA = {format: OPERATOR_SYMBOLS[f"f16a_{format}weight_moe_experts_lora"] for format in BLOCK_FORMATS}

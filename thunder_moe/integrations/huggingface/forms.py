@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from thunder_moe.activations import GLU
+from thunder_moe.activations import SwiGLUConfig
 from thunder_moe.formats.nvfp4 import WEIGHT_DTYPES
 from thunder_moe.integrations.huggingface.known_code import (
     key,
@@ -61,14 +61,14 @@ _ALPHAS = {
 
 @dataclass(frozen=True)
 class GateKind:
-    """Describe what a gate computes of (..., 2I): a `GLU`, by attributes of the experts module.
+    """Describe what a gate computes of (..., 2I): a `SwiGLUConfig`, by attributes of the experts module.
 
     Attributes:
         alpha: the value, or the attribute that has it; None for the one of ``act_fn``, if this is an activation that
             `alpha_of` knows.
         limit: the attribute that has it; None without a limit.
-        clamps_output: the limit is one of the activated gate, so that the gate is a `GLU` only if it is infinite.
-        up_shift: as in `GLU`.
+        clamps_output: the limit clamps the activated gate; a `SwiGLUConfig` has no such limit unless it is infinite.
+        up_shift: as in `SwiGLUConfig`.
         interleaved: gate and up are the even and odd features, not the halves.
     """
 
@@ -78,8 +78,8 @@ class GateKind:
     up_shift: float = 0.0
     interleaved: bool = False
 
-    def form(self, module: Any) -> GLU | None:
-        """Return the `GLU` of an experts module; None where its attributes say that it computes something else."""
+    def form(self, module: Any) -> SwiGLUConfig | None:
+        """Return the `SwiGLUConfig` of an experts module; None if its attributes describe something else."""
         alpha: Any = getattr(module, self.alpha, None) if isinstance(self.alpha, str) else self.alpha
         alpha = alpha_of(getattr(module, "act_fn", None)) if self.alpha is None else alpha
         limit: Any = _NO_LIMIT if self.limit is None else getattr(module, self.limit, None)
@@ -87,7 +87,7 @@ class GateKind:
             return None
         if self.clamps_output and limit != _NO_LIMIT:
             return None
-        return GLU(float(alpha), None if limit == _NO_LIMIT else float(limit), self.up_shift)
+        return SwiGLUConfig(float(alpha), None if limit == _NO_LIMIT else float(limit), self.up_shift)
 
 
 _NO_LIMIT = float("inf")
@@ -125,7 +125,7 @@ class ExpertsForm:
     transposed: bool
     interleaved: bool
     weight_on_input: bool
-    swiglu: GLU | None
+    swiglu: SwiGLUConfig | None
     post_norm: bool
 
     def __str__(self) -> str:
@@ -247,7 +247,7 @@ def apply_gate(module: Any, own_class: type, gate_up: Tensor, interleaved: bool)
     return out
 
 
-def fused_gate(module: Any, own_class: type, interleaved: bool) -> GLU | None:
+def fused_gate(module: Any, own_class: type, interleaved: bool) -> SwiGLUConfig | None:
     """Return the form of the gate that `apply_gate` runs, by `GATES`; None for one that is not there.
 
     Args:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from thunder_moe.integrations.huggingface.known_code import names
-from thunder_moe.routing import RouterForm
+from thunder_moe.routing import RouterConfig
 
 __all__ = ["ROUTERS", "RouterKind"]
 
@@ -18,13 +18,13 @@ class RouterKind:
     """Describe what the forward of a class computes of hidden states (T, H): logits, scores and ids.
 
     Attributes:
-        score: as in `RouterForm`.
-        normalize: as in `RouterForm`, or the attribute of the router that says so.
-        epsilon: as in `RouterForm`, where it normalizes.
+        score: as in `RouterConfig`.
+        normalize: as in `RouterConfig`, or the attribute of the router that says so.
+        epsilon: as in `RouterConfig`, where it normalizes.
         least_sum: the router's attribute for it, if any.
         scale: the router's attribute for it, if any.
-        group_best: as in `RouterForm`, of `num_group` groups of which the best `topk_group` count; 0 without groups.
-        mask_to_zero: as in `RouterForm`.
+        group_best: as in `RouterConfig`, of `num_group` groups of which the best `topk_group` count; 0 without groups.
+        mask_to_zero: as in `RouterConfig`.
         grouped_if: an attribute, and its value with which there are groups; None: there are always.
         requires: an attribute, and its value with which the class computes this; None: it always does.
         wide: the linear layer runs in float32.
@@ -51,7 +51,7 @@ class RouterKind:
     flattens: bool = True
     since: tuple[int, int] = (5, 7)
 
-    def form(self, router: Any) -> RouterForm | None:
+    def form(self, router: Any) -> RouterConfig | None:
         """Return the form of a router, by its attributes; None where these say that it computes something else."""
         if self.requires is not None and getattr(router, self.requires[0]) != self.requires[1]:
             return None
@@ -66,7 +66,7 @@ class RouterKind:
         if self.group_best and grouped and (router.num_group or 1) > router.topk_group:
             options |= dict(num_groups=router.num_group, top_groups=router.topk_group)
             options |= dict(group_best=self.group_best, mask_to_zero=self.mask_to_zero)
-        return RouterForm(router.top_k, self.score, bool(normalize), **options)
+        return RouterConfig(router.top_k, self.score, bool(normalize), **options)
 
 
 _DEEPSEEK_V3: dict[str, Any] = dict(

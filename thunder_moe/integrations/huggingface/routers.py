@@ -28,7 +28,7 @@ from thunder_moe.nn.linear import traced_by_thunder
 from thunder_moe.ops import router as _router  # noqa: F401  (registers the operator)
 from thunder_moe.ops.operator import operator_for
 from thunder_moe.quantization.accelerate_hooks import HOOK_ATTRIBUTES
-from thunder_moe.routing import LINEAR_ROUTER_TOKENS, RouterForm
+from thunder_moe.routing import LINEAR_ROUTER_TOKENS, RouterConfig
 
 __all__ = [
     "KNOWN_CODE",
@@ -48,7 +48,7 @@ __all__ = [
 _TORCH_STATE = frozenset(vars(nn.Module()))
 KNOWN_CODE = "transformers.models."
 OWN_STATE = _TORCH_STATE | {*HOOK_ATTRIBUTES}  # attributes that are torch's or accelerate's
-_DEFAULTS = {field.name: field.default for field in fields(RouterForm)}  # those of moe_router
+_DEFAULTS = {field.name: field.default for field in fields(RouterConfig)}  # those of moe_router
 Order = tuple[Tensor, Tensor, Tensor]
 
 
@@ -121,7 +121,7 @@ class RouterCall:
         settings: numbers and strings in the module when `form` was read from them.
     """
 
-    form: RouterForm
+    form: RouterConfig
     kind: RouterKind
     settings: tuple[tuple[str, Any], ...]
 

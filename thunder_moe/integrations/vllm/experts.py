@@ -18,7 +18,7 @@ from vllm.model_executor.layers.fused_moe.topk_weight_and_reduce import TopKWeig
 from vllm.model_executor.layers.quantization.utils.quant_utils import kMxfp8Static, kNvfp4Static
 from vllm.platforms import current_platform
 
-from thunder_moe.activations import GLU
+from thunder_moe.activations import SwiGLUConfig
 from thunder_moe.formats.block_format import MXFP8, NVFP4, BlockFormat
 from thunder_moe.formats.weight import WEIGHTS, PackedWeight
 from thunder_moe.integrations.vllm.expert_map import local_ids
@@ -28,7 +28,7 @@ from thunder_moe.kernels.select import runs_on_cuda, select
 from thunder_moe.ops.checks import ACTIVATION_DTYPES
 from thunder_moe.ops.experts import moe_experts
 from thunder_moe.ops.grouped_mm import operands
-from thunder_moe.ops.operator import name_in
+from thunder_moe.ops.operator import op_name_for
 from thunder_moe.routing import gather_rows
 
 __all__ = ["FIELDS", "FUSED", "SWIGLUOAI_FORM", "ThunderExperts", "grouped", "why_not"]
@@ -40,14 +40,15 @@ _KEYS = {NVFP4: kNvfp4Static, MXFP8: kMxfp8Static}
 # put them apart.
 FUSED = (MoEActivation.SILU, MoEActivation.SWIGLUOAI, MoEActivation.SWIGLUOAI_UNINTERLEAVE)
 _APART = (MoEActivation.GELU, MoEActivation.GELU_TANH)  # vLLM's own kernels between the GEMMs
-SWIGLUOAI_FORM = GLU(alpha=1.702, limit=7.0, up_shift=1.0)  # what vLLM's own kernels compute, whatever a config says
+# vLLM's own kernels use these values, whatever a config says.
+SWIGLUOAI_FORM = SwiGLUConfig(alpha=1.702, limit=7.0, up_shift=1.0)
 # From 10.0 on vLLM has kernels with 4-bit activations, which tensor cores multiply at once.
 _CAPABILITIES = ((8, 0), (10, 0))
 
 
 def grouped(name: str, rows: Tensor, weight: PackedWeight, offsets: Tensor, *more: Any) -> Tensor:
     """An operator of NVFP4 weights by its name, or the one of the weight's number format, on rows (M, K)."""
-    operator = getattr(torch.ops.thunder_moe, name_in(name, weight.format))
+    operator = getattr(torch.ops.thunder_moe, op_name_for(name, weight.format))
     out: Tensor = operator(rows, *operands(weight), offsets, *more, layout=weight.layout)
     return out
 
@@ -259,13 +260,13 @@ class ThunderExperts(mk.FusedMoEExpertsModular):  # type: ignore[misc]
         self.activation(activation, gated, rows)
         return grouped("f16a_nvfp4weight_grouped_mm_combine", gated, second, offsets, slot_row, weights)
 
-    def _form(self, activation: MoEActivation) -> GLU:
+    def _form(self, activation: MoEActivation) -> SwiGLUConfig:
         """The activation as our kernels compute it, with the clamp that the model asks for."""
         config = self.activation_config
         if activation == MoEActivation.SILU:
-            return GLU(limit=config.clamp_limit)
+            return SwiGLUConfig(limit=config.clamp_limit)
         if activation == MoEActivation.SWIGLUOAI:
             return SWIGLUOAI_FORM
         if config.clamp_limit is None:
             raise ValueError(f"swiglu_limit: got None for activation {activation.value!r}, wanted a number")
-        return GLU(config.alpha, config.clamp_limit, config.beta)
+        return SwiGLUConfig(config.alpha, config.clamp_limit, config.beta)

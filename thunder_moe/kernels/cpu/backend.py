@@ -25,16 +25,16 @@ import torch
 from torch import Tensor
 
 from thunder_moe import routing
-from thunder_moe.activations import GLU, SWIGLU
+from thunder_moe.activations import SWIGLU, SwiGLUConfig
 from thunder_moe.formats.block_format import MXFP8, NVFP4, BlockFormat
 from thunder_moe.formats.weight import PackedWeight
 from thunder_moe.kernels import code_cache, host_code
-from thunder_moe.kernels.arguments import DTYPE_CODES, dtype_code, floats, pointer
+from thunder_moe.kernels.arguments import DTYPE_CODES, as_kernel_float, dtype_code, pointer
 from thunder_moe.kernels.cpu.crossover import NEVER, ROWS, Limits, limits_by_hand, limits_for
 from thunder_moe.kernels.experts import ExpertsCall, unfused
 from thunder_moe.kernels.forks import ForkLock
 from thunder_moe.kernels.slow_paths import to_linear
-from thunder_moe.routing import RouterForm, gather_rows, row_groups, scale_of_rows
+from thunder_moe.routing import RouterConfig, gather_rows, row_groups, scale_of_rows
 
 __all__ = [
     "dequantize",
@@ -108,14 +108,14 @@ def grouped_swiglu(
     row_slot: Tensor | None = None,
     slot_scale: Tensor | None = None,
     bias: Tensor | None = None,
-    form: GLU = SWIGLU,
+    form: SwiGLUConfig = SWIGLU,
 ) -> Tensor:
     """Rows (M, K), or tokens (T, K) with row_slot (M,); weight (E, 2I, K) with the gate's rows first -> (M, I)."""
     offsets = offsets.contiguous()
     gate_up = grouped_mm(gather_rows(activation, row_slot), weight, offsets)
     rows, inner = gate_up.shape[0], gate_up.shape[1] // 2
     out = gate_up.new_empty(rows, inner)
-    row_scale, (bias, *of_bias) = floats(scale_of_rows(slot_scale, row_slot)), _bias(bias, offsets)
+    row_scale, (bias, *of_bias) = as_kernel_float(scale_of_rows(slot_scale, row_slot)), _bias(bias, offsets)
     numbers = (form.alpha, math.inf if form.limit is None else form.limit, form.up_shift)
     shape = (DTYPE_CODES[gate_up.dtype], rows, inner)
     _extension().thunder_moe_swiglu(
@@ -152,7 +152,7 @@ def moe_experts(call: ExpertsCall) -> Tensor:
 
 def _bias(bias: Tensor | None, offsets: Tensor) -> tuple[Tensor | None, int, int, int]:
     """(bias, its dtype, the pointer of the row ends, num_experts), as the kernels of swiglu_combine.cpp take them."""
-    bias = floats(bias)
+    bias = as_kernel_float(bias)
     return bias, dtype_code(bias), offsets.data_ptr(), offsets.shape[0]
 
 
@@ -274,7 +274,7 @@ def route(expert_ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]
 
 
 def router(
-    logits: Tensor, bias: Tensor | None, form: RouterForm, dtype: torch.dtype
+    logits: Tensor, bias: Tensor | None, form: RouterConfig, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """(T, E), (E,) -> scores (T, A) in a dtype, ids int64 (T, A), row_slot, offsets and slot_row, as `moe_router`."""
     bias = None if bias is None else bias.detach().float().contiguous()
@@ -287,7 +287,7 @@ linear_router = functools.partial(routing.linear_router, choose=router)
 
 
 @functools.lru_cache(maxsize=4096)
-def _router_of(shape: tuple[int, int], form: RouterForm, dtype: torch.dtype, scores_dtype: torch.dtype) -> Any:
+def _router_of(shape: tuple[int, int], form: RouterConfig, dtype: torch.dtype, scores_dtype: torch.dtype) -> Any:
     """Return the function that runs a router on contiguous logits (T, E) and a float32 bias; None without one."""
     (tokens, experts), of_slots = shape, (shape[0], form.top_k)
     run = _extension().thunder_moe_router

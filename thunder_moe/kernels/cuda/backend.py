@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from thunder_moe import routing
-from thunder_moe.activations import GLU, SWIGLU
+from thunder_moe.activations import SWIGLU, SwiGLUConfig
 from thunder_moe.formats.block_format import NVFP4
 from thunder_moe.formats.layouts import LINEAR
 from thunder_moe.formats.tiled_64x64 import scale_table
@@ -37,11 +37,11 @@ from thunder_moe.kernels.cuda.arguments import (
 from thunder_moe.kernels.cuda.configs import COMMON, TILED, GemmConfig
 from thunder_moe.kernels.cuda.launch import launch
 from thunder_moe.kernels.cuda.linear import MAX_EXPERTS
-from thunder_moe.kernels.cuda.operands import aligned, floats, operands_of, target, weight_spec
+from thunder_moe.kernels.cuda.operands import aligned, as_kernel_float, operands_of, target, weight_spec
 from thunder_moe.kernels.cuda.prepared import DEQUANTIZE, ELEMENTWISE_THREADS, ROUTE, elementwise_blocks
 from thunder_moe.kernels.experts import ExpertsCall, unfused
 from thunder_moe.kernels.slow_paths import to_linear, warn_once
-from thunder_moe.routing import RouterForm, gather_rows
+from thunder_moe.routing import RouterConfig, gather_rows
 
 __all__ = [
     "FORMATS",
@@ -105,7 +105,7 @@ def grouped_swiglu(
     row_slot: Tensor | None = None,
     slot_scale: Tensor | None = None,
     bias: Tensor | None = None,
-    form: GLU = SWIGLU,
+    form: SwiGLUConfig = SWIGLU,
     *,
     config: GemmConfig | None = None,
 ) -> Tensor:
@@ -122,7 +122,8 @@ def grouped_swiglu(
         return swiglu(gate_up, offsets, row_slot, slot_scale, bias, form)
     row_slot = None if row_slot is None else row_slot.contiguous()
     operands = aligned(activation.detach()), operands_of(weight), offsets.contiguous()
-    return _run("grouped_swiglu", weight, config, *operands, row_slot, floats(slot_scale), floats(bias), form=form)
+    slot_scale, bias = as_kernel_float(slot_scale), as_kernel_float(bias)
+    return _run("grouped_swiglu", weight, config, *operands, row_slot, slot_scale, bias, form=form)
 
 
 def grouped_mm_combine(
@@ -140,9 +141,10 @@ def grouped_mm_combine(
     if rows == 0 or n == 0 or slot_row.numel() == 0:
         return activation.new_zeros(slot_row.shape[0], n)
     weight, offsets = _for_rows(weight, rows), offsets.contiguous()
-    operands, bias = (aligned(activation.detach()), operands_of(weight), offsets), floats(bias)
+    operands, bias = (aligned(activation.detach()), operands_of(weight), offsets), as_kernel_float(bias)
     if n % 2 == 0 and (bias is not None or _prefill_strategy(weight, rows) != prefill.DEQUANTIZE_FIRST):
-        return _run("grouped_mm_combine", weight, None, *operands, slot_row.contiguous(), floats(slot_weight), bias)
+        routing = slot_row.contiguous(), as_kernel_float(slot_weight)
+        return _run("grouped_mm_combine", weight, None, *operands, *routing, bias)
     if bias is None:
         product = grouped_mm(activation, weight, offsets)
     else:
@@ -171,8 +173,9 @@ def moe_experts(
         call = call._replace(gate_up=_readable(gate_up), down=_readable(down))
         order = (None, None, None) if call.order is None else tuple(each.contiguous() for each in call.order)
         args = (
-            aligned(call.hidden_states.detach()), call.expert_ids.contiguous(), floats(call.expert_weights),
-            operands_of(call.gate_up), operands_of(call.down), floats(call.gate_up_bias), floats(call.down_bias),
+            aligned(call.hidden_states.detach()), call.expert_ids.contiguous(), as_kernel_float(call.expert_weights),
+            operands_of(call.gate_up), operands_of(call.down),
+            as_kernel_float(call.gate_up_bias), as_kernel_float(call.down_bias),
             *order, out,
         )  # fmt: skip
         options = dict(
@@ -221,7 +224,7 @@ def mm(
     weight = _for_rows(weight, rows, config)
     codes, scale, global_scale, *_ = operands_of(weight)  # of the one group
     operands = WeightOperands(codes[0], scale[0], None if global_scale is None else global_scale[0], weight.format)
-    return _run("scaled_mm", weight, config, aligned(activation.detach()), operands, floats(bias))
+    return _run("scaled_mm", weight, config, aligned(activation.detach()), operands, as_kernel_float(bias))
 
 
 def mm_dgrad(grad: Tensor, weight: PackedWeight) -> Tensor:
@@ -237,7 +240,7 @@ def combine(rows: Tensor, slot_row: Tensor, slot_weight: Tensor | None, *, out: 
     per token."""
     if rows.numel() == 0 or slot_row.numel() == 0:
         return rows.new_zeros(slot_row.shape[0], rows.shape[1]) if out is None else out.zero_()
-    summed: Tensor = operators.run("combine", aligned(rows), slot_row.contiguous(), floats(slot_weight), out)
+    summed: Tensor = operators.run("combine", aligned(rows), slot_row.contiguous(), as_kernel_float(slot_weight), out)
     return summed
 
 
@@ -247,14 +250,14 @@ def swiglu(
     row_slot: Tensor | None,
     slot_scale: Tensor | None,
     bias: Tensor | None,
-    form: GLU,
+    form: SwiGLUConfig,
 ) -> Tensor:
     """(M, 2I) of a GEMM -> (M, I): times slot_scale, plus bias (E, 2I), then the activation, in float32."""
     rows, features = gate_up.shape[0], gate_up.shape[1] // 2
     out = gate_up.new_empty(rows, features)
     if out.numel() == 0:
         return out
-    offsets, slot_scale, bias = offsets.contiguous(), floats(slot_scale), floats(bias)
+    offsets, slot_scale, bias = offsets.contiguous(), as_kernel_float(slot_scale), as_kernel_float(bias)
     row_slot = None if row_slot is None else row_slot.contiguous()
     tensors = (gate_up, offsets, row_slot, slot_scale, bias, out)
     argument = SwigluArguments(
@@ -289,7 +292,7 @@ def route(expert_ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]
 
 
 def router(
-    logits: Tensor, bias: Tensor | None, form: RouterForm, dtype: torch.dtype
+    logits: Tensor, bias: Tensor | None, form: RouterConfig, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """(T, E), (E,) -> scores (T, A) in a dtype, ids int64 (T, A), row_slot, offsets and slot_row, as `moe_router`."""
     reason = routers.unserved_reason(logits.shape[1], form)
@@ -299,7 +302,7 @@ def router(
         return reference.router(logits, bias, form, dtype)
     options = dict(vars(form), scores_dtype=None if dtype == logits.dtype else dtype)
     results: tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
-    results = operators.run("moe_router", aligned(logits), floats(bias), **options)
+    results = operators.run("moe_router", aligned(logits), as_kernel_float(bias), **options)
     return results
 
 
@@ -308,7 +311,7 @@ def linear_router(
     weight: Tensor,
     linear_bias: Tensor | None,
     bias: Tensor | None,
-    form: RouterForm,
+    form: RouterConfig,
     logits_dtype: torch.dtype,
     dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
@@ -317,7 +320,7 @@ def linear_router(
         return routing.linear_router(hidden, weight, linear_bias, bias, form, logits_dtype, dtype, choose=router)
     dtypes = dict(logits_dtype=logits_dtype, scores_dtype=dtype)
     options = {name: None if value == hidden.dtype else value for name, value in dtypes.items()} | vars(form)
-    operands = aligned(hidden), aligned(weight), floats(linear_bias), floats(bias)
+    operands = aligned(hidden), aligned(weight), as_kernel_float(linear_bias), as_kernel_float(bias)
     results: tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
     results = operators.run("moe_linear_router", *operands, **options)
     return results
@@ -408,7 +411,9 @@ def _readable(weight: Packed) -> Packed:
     return weight if weight.layout == TILED else to_linear(weight)
 
 
-def _run(name: str, weight: PackedWeight, config: GemmConfig | None, *args: Any, form: GLU | None = None) -> Tensor:
+def _run(
+    name: str, weight: PackedWeight, config: GemmConfig | None, *args: Any, form: SwiGLUConfig | None = None
+) -> Tensor:
     """The result of an operator of packed weights."""
     options: dict[str, Any] = dict(layout=weight.layout, **({} if form is None else _form_options(form)))
     if config is not None:
@@ -417,7 +422,7 @@ def _run(name: str, weight: PackedWeight, config: GemmConfig | None, *args: Any,
     return result
 
 
-def _form_options(form: GLU) -> dict[str, float | None]:
+def _form_options(form: SwiGLUConfig) -> dict[str, float | None]:
     """The options of an activation as operators have them: a limit of 7, from a config, is 7.0."""
     return {name: None if value is None else float(value) for name, value in vars(form).items()}
 

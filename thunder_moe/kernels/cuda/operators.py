@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from thunder_moe.activations import GLU
+from thunder_moe.activations import SwiGLUConfig
 from thunder_moe.formats.block_format import MXFP8, NVFP4, BlockFormat
 from thunder_moe.formats.checks import require
 from thunder_moe.formats.layouts import LINEAR
@@ -31,7 +31,7 @@ from thunder_moe.kernels.cuda.operands import target
 from thunder_moe.kernels.cuda.plan import plan_gemm
 from thunder_moe.kernels.cuda.prepared import Adapter, ExpertsOperands, Order, Weight
 from thunder_moe.kernels.specs import CombineSpec, DgradSpec, ExpertsSpec, GemmSpec, RouterSpec, WeightSpec
-from thunder_moe.routing import RouterForm
+from thunder_moe.routing import RouterConfig
 
 __all__ = ["attempt", "describe", "explain", "prepare", "run", "unserved_reason"]
 
@@ -156,7 +156,7 @@ def _defaults(name: str) -> dict[str, Any]:
     return {key: value for key, value in found.items() if value not in (inspect.Parameter.empty, MISSING)}
 
 
-_FORMS = {"activation_form": GLU, "router_form": RouterForm}  # what an operator's `**options` make
+_FORMS = {"activation_form": SwiGLUConfig, "router_form": RouterConfig}  # what an operator's `**options` make
 
 
 def _alignment(argument: Any) -> int:
@@ -263,7 +263,7 @@ def _gemm(
     row_slot: int | None = None,
     slot_scale: int | None = None,
     bias: int | None = None,
-    form: GLU | None = None,
+    form: SwiGLUConfig | None = None,
     transposed: bool = False,
 ) -> tuple[GemmSpec, Callable[..., Address]]:
     """The GEMM of (activation, codes, scale, global_scale, ...), and what appends it to the call's chain.
@@ -328,7 +328,7 @@ def _scaled_mm(call: _Call, *, layout: str = LINEAR, config: GemmConfig | None =
 def _grouped_swiglu(
     call: _Call, *, layout: str = LINEAR, config: GemmConfig | None = None, **activation_form: Any
 ) -> Finish | None:
-    form = GLU(**activation_form)
+    form = SwiGLUConfig(**activation_form)
     return _finished_gemm(call, _gemm(call, layout, config, row_slot=5, slot_scale=6, bias=7, form=form))
 
 
@@ -353,7 +353,9 @@ def _grouped_mm_combine(call: _Call, *, layout: str = LINEAR, config: GemmConfig
     tokens, top_k = slot_row.shape
     summed = CombineSpec(spec.rows, tokens, top_k, spec.n, spec.dtype, _dtype(weight))
     out = call.chain.result((tokens, spec.n), spec.dtype)
-    prepared.append_combine(call.chain, summed, append(), call.places[5], call.address(6), out, late_rows=True)
+    prepared.append_combine(
+        call.chain, summed, append(), call.places[5], call.address(6), out, rows_from_previous_kernel=True
+    )
 
 
 def _combine(call: _Call) -> None:
@@ -365,7 +367,9 @@ def _combine(call: _Call) -> None:
     (m, n), (tokens, top_k) = rows.shape, slot_row.shape
     spec, out = CombineSpec(m, tokens, top_k, n, rows.dtype, _dtype(weight)), _result(call, 3, (tokens, n), rows.dtype)
     rows_place, slots_place = call.places[:2]
-    prepared.append_combine(call.chain, spec, rows_place, slots_place, call.address(2), out, late_rows=False)
+    prepared.append_combine(
+        call.chain, spec, rows_place, slots_place, call.address(2), out, rows_from_previous_kernel=False
+    )
 
 
 def _result(call: _Call, place: int, shape: tuple[int, int], dtype: torch.dtype) -> Address:
@@ -398,7 +402,7 @@ def _moe_experts(
     tokens, top_k = ids.shape
     spec = ExpertsSpec(
         tokens, top_k, experts, hidden_size, features, x.dtype, ids.dtype, scores.dtype, gate_up_spec, down_spec,
-        GLU(**activation_form), target(x.device), _dtype(biases[0]), _dtype(biases[1]), order[0] is not None,
+        SwiGLUConfig(**activation_form), target(x.device), _dtype(biases[0]), _dtype(biases[1]), order[0] is not None,
         weight_on_input, summed,
     )  # fmt: skip
     live_rows = -(-spec.rows // expert_ranks)
@@ -448,7 +452,7 @@ def _moe_router(call: _Call, *, scores_dtype: torch.dtype | None = None, **route
     _require_floats(logits, bias)
     tokens, experts = logits.shape
     spec = RouterSpec(
-        tokens, experts, RouterForm(**router_form), logits.dtype, _dtype(bias), scores_dtype or logits.dtype,
+        tokens, experts, RouterConfig(**router_form), logits.dtype, _dtype(bias), scores_dtype or logits.dtype,
         target(logits.device),
     )  # fmt: skip
     reason = router.unserved_reason(spec.num_experts, spec.form)
@@ -464,7 +468,7 @@ def _moe_linear_router(
     linear_bias, bias = call.sample(2), call.sample(3)
     _require_contiguous(hidden, weight, linear_bias)
     _require_floats(bias)
-    form, shape = RouterForm(**router_form), (hidden.shape[0], weight.shape[0])
+    form, shape = RouterConfig(**router_form), (hidden.shape[0], weight.shape[0])
     served = router.serves_linear(shape, hidden.shape[1], form, hidden.dtype)
     _require(served, "the linear layer is torch's, the router a kernel behind it")
     spec = RouterSpec(

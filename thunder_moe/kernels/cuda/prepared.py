@@ -229,7 +229,7 @@ def _order_in_scratch(chain: ChainBuilder, shape: tuple[int, int], num_experts: 
 
 def append_combine(
     chain: ChainBuilder, spec: CombineSpec, rows: Address, slot_row: Address, slot_weight: Address | None, out: Address,
-    *, late_rows: bool,
+    *, rows_from_previous_kernel: bool,
 ) -> None:  # fmt: skip
     """Append the weighted sum per token of rows (M, N): -> (T, N).
 
@@ -237,12 +237,13 @@ def append_combine(
         chain: the chain.
         spec: of the sum.
         rows, slot_row, slot_weight, out: the operands and the result.
-        late_rows: True if the kernel that is launched right before writes the rows, and none of the other operands.
+        rows_from_previous_kernel: True if the kernel launched right before writes the rows and no other operand.
     """
     tokens, top_k, n = spec.tokens, spec.top_k, spec.n
     bf16, slots = str(spec.dtype == torch.bfloat16).lower(), min(1 << (top_k - 1).bit_length(), _COMBINE_SLOTS)
     threads = ELEMENTWISE_THREADS if tokens * n > _FEW_SUMS else 64
-    fields = rows, slot_row, slot_weight, out, spec.rows, tokens, top_k, n, _code(spec.weights), late_rows
+    sizes = spec.rows, tokens, top_k, n
+    fields = rows, slot_row, slot_weight, out, *sizes, _code(spec.weights), rows_from_previous_kernel
     blocks = tokens * -(-n // (8 * threads))
     chain.launch(ROUTE, f"combine<{bf16}, {slots}>", threads, 0, blocks, CombineArguments, fields)
 
@@ -270,8 +271,8 @@ def append_experts(
 
     Each kernel may start before the one in front of it has ended. The kernel in front of the down GEMM writes nothing
     but the rows that this GEMM multiplies. So it counts its tiles and fills its stages with weights while the gate_up
-    GEMM still runs, and waits before it reads rows (`late_x` of grouped_mm.cuh; `await_previous_kernel` of common.cuh
-    says why all else that it reads has been written by then).
+    GEMM still runs, and waits before it reads rows (`x_from_previous_kernel` of grouped_mm.cuh). The comment at
+    `await_previous_kernel` of common.cuh says why all other operands have been written by then.
 
     Args:
         chain: the chain.
@@ -298,7 +299,7 @@ def append_experts(
     if spec.summed:
         weights_of_sum = None if spec.weight_on_input else spec.weights
         summed = CombineSpec(spec.rows, spec.tokens, spec.top_k, spec.hidden_size, spec.dtype, weights_of_sum)
-        append_combine(chain, summed, rows, order.slot_row, on_output, out, late_rows=True)
+        append_combine(chain, summed, rows, order.slot_row, on_output, out, rows_from_previous_kernel=True)
 
 
 # ---- the gradient of rows

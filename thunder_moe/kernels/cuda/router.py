@@ -15,7 +15,7 @@ from thunder_moe.kernels.cuda.chain import Address, ChainBuilder
 from thunder_moe.kernels.cuda.configs import COMMON
 from thunder_moe.kernels.cuda.plan import CACHE_LINE
 from thunder_moe.kernels.specs import RouterSpec
-from thunder_moe.routing import RouterForm
+from thunder_moe.routing import RouterConfig
 
 __all__ = [
     "SOURCES",
@@ -39,7 +39,7 @@ _CHOOSE = ((1024, 512), (2**31, 1024))  # up to so many tokens, blocks of so man
 _BLOCKS = ((8192, 128), (2**31, 256))  # and about so many blocks (Qwen3, 65536 tokens: 102 us by 128, 62 by 256)
 
 
-def unserved_reason(experts: int, form: RouterForm) -> str | None:
+def unserved_reason(experts: int, form: RouterConfig) -> str | None:
     """Return why the kernels do not serve a router; None when they do."""
     for value, most, what in (
         (experts, MAX_EXPERTS, "experts"),
@@ -90,7 +90,7 @@ def append_router(chain: ChainBuilder, spec: RouterSpec, logits: Address, bias: 
     return results
 
 
-def serves_linear(shape: tuple[int, int], hidden_size: int, form: RouterForm, dtype: torch.dtype) -> bool:
+def serves_linear(shape: tuple[int, int], hidden_size: int, form: RouterConfig, dtype: torch.dtype) -> bool:
     """True if one kernel is to compute the logits (T, E) of rows (T, H) of a dtype, too."""
     tokens, _ = shape
     few = 0 < tokens <= routing.LINEAR_ROUTER_TOKENS and tokens * form.top_k <= _LINEAR_THREADS

@@ -18,11 +18,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from thunder_moe.activations import GLU
+from thunder_moe.activations import SwiGLUConfig
 from thunder_moe.formats.checks import require
 from thunder_moe.formats.weight import NVFP4Weight
 from thunder_moe.kernels import training_reference
-from thunder_moe.kernels.arguments import DTYPE_CODES, dtype_code, floats, pointer
+from thunder_moe.kernels.arguments import DTYPE_CODES, as_kernel_float, dtype_code, pointer
 from thunder_moe.kernels.cuda import backend, low_rank
 from thunder_moe.kernels.cuda import linear as linears
 from thunder_moe.kernels.cuda import wgrad as wgrads
@@ -187,8 +187,8 @@ def add_bias(
     result = torch.empty_like(y, memory_format=torch.contiguous_format) if out is None else out
     if result.numel() == 0 or experts == 0:
         return result if out is not None else result.zero_()
-    y, offsets, bias = y.detach().contiguous(), offsets.contiguous(), floats(bias)
-    bias_scale, scales = floats(bias_scale), floats(scales)
+    y, offsets, bias = y.detach().contiguous(), offsets.contiguous(), as_kernel_float(bias)
+    bias_scale, scales = as_kernel_float(bias_scale), as_kernel_float(scales)
     argument = BiasArguments(
         *map(pointer, (y, offsets, bias_scale, bias, None, result, scales)), rows, experts, n, _is_wide(offsets),
         dtype_code(bias_scale), dtype_code(scales), out is not None,
@@ -208,7 +208,7 @@ def bias_grad(grad: Tensor, offsets: Tensor, scale: Tensor | None = None) -> Ten
     out = torch.empty(experts, n, dtype=torch.float32, device=grad.device)
     if rows == 0 or out.numel() == 0:
         return out.zero_()
-    grad, offsets, scale = grad.detach().contiguous(), offsets.contiguous(), floats(scale)
+    grad, offsets, scale = grad.detach().contiguous(), offsets.contiguous(), as_kernel_float(scale)
     chunks = rows // _CHUNK_ROWS + min(experts, rows)
     columns = _COLUMNS if experts * n >= _MANY_COLUMNS else 32
     partial_sums = torch.empty(chunks, n, dtype=torch.float32, device=grad.device)
@@ -230,7 +230,7 @@ def bias_scale_grad(grad: Tensor, bias: Tensor, offsets: Tensor) -> Tensor:
     out = torch.empty(rows, dtype=torch.float32, device=grad.device)
     if rows == 0 or n == 0 or experts == 0:
         return out.zero_()
-    grad, offsets, bias = grad.detach().contiguous(), offsets.contiguous(), floats(bias)
+    grad, offsets, bias = grad.detach().contiguous(), offsets.contiguous(), as_kernel_float(bias)
     argument = BiasArguments(
         *map(pointer, (grad, offsets, None, bias, None, out, None)), rows, experts, n, _is_wide(offsets)
     )
@@ -252,7 +252,7 @@ def scaled_swiglu(
     scales: Tensor | None = None,
     offsets: Tensor | None = None,
     *,
-    form: GLU,
+    form: SwiGLUConfig,
     interleave: int | None = None,
 ) -> Tensor:
     """(M, 2I) -> (M, I) in y's dtype: the activation, times scales (M,); float32 inside, rounded once."""
@@ -265,7 +265,7 @@ def scaled_swiglu_gradient(
     scales: Tensor | None = None,
     offsets: Tensor | None = None,
     *,
-    form: GLU,
+    form: SwiGLUConfig,
     interleave: int | None = None,
     needs: tuple[bool, bool] = (True, True),
 ) -> tuple[Tensor | None, Tensor | None]:
@@ -275,7 +275,7 @@ def scaled_swiglu_gradient(
 
 
 def swiglu_gradient_and_value(
-    grad: Tensor, y: Tensor, scales: Tensor | None, offsets: Tensor | None, *, form: GLU, needs_scales: bool
+    grad: Tensor, y: Tensor, scales: Tensor | None, offsets: Tensor | None, *, form: SwiGLUConfig, needs_scales: bool
 ) -> tuple[Tensor, Tensor | None, Tensor]:
     """Return the results of `scaled_swiglu_gradient` (for both, or y alone) and of `scaled_swiglu`, in one pass."""
     value = torch.empty_like(grad, dtype=y.dtype, memory_format=torch.contiguous_format)
@@ -354,7 +354,7 @@ class _Input(NamedTuple):
     y: Tensor
     scales: Tensor | None
     offsets: Tensor | None
-    form: GLU | None = None
+    form: SwiGLUConfig | None = None
     interleave: int | None = None
 
     @property
@@ -386,7 +386,7 @@ def _activation(
     value: Tensor | None = None,
 ) -> None:  # fmt: skip
     y, scales, offsets, form, interleave = of
-    y, scales, features = y.detach().contiguous(), floats(scales), of.features
+    y, scales, features = y.detach().contiguous(), as_kernel_float(scales), of.features
     offsets = None if offsets is None else offsets.contiguous()
     grad = None if grad is None else grad.detach().contiguous()
     run, pack = interleave or features, -1  # see load_gate_up

@@ -1,6 +1,6 @@
 // A router's logits -> scores and expert ids, and the slots t * A + a of tokens sorted by expert, on a CPU.
 // Called through ctypes by kernels/cpu/backend.py, compiled together with grouped_mm.cpp; calls numbers.h and exp.h.
-// What is computed: `RouterForm` and `route` of thunder_moe/routing.py. Threads share the tokens; one sorts the slots.
+// It computes `RouterConfig` and `route` of thunder_moe/routing.py. Threads share the tokens; one sorts the slots.
 #include <vector>
 
 #include "exp.h"

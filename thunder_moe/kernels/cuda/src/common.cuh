@@ -20,10 +20,10 @@ typedef unsigned long long uint64_t;
 
 // On SM90 and newer a kernel's blocks start while the kernel before still runs (programmatic dependent launch, requested by
 // kernels/cuda/nvrtc.py): they wait here for its results, and only then allow the next kernel's blocks to start. So behind this
-// line all earlier kernels of the stream have completed. It is the first statement of a kernel that touches global memory, but
-// for those that are told which of their operands the kernel before them writes (`late_x`, `late_rows`). What they read in
-// front of this line is what was complete when the kernel before them began, if that one is ours: it allowed them to start
-// behind its own wait, so all kernels before it had completed and their results were visible. Hence every block of every
+// line all earlier kernels of the stream have completed. It is the first statement of a kernel that touches global memory. The
+// exceptions are kernels that are told which operand the kernel before them writes (`x_from_previous_kernel`,
+// `rows_from_previous_kernel`): they read the other operands in front of this line. If the kernel before is ours, it allowed them
+// to start behind its own wait, so all kernels before it had completed and their results were visible. Hence every block of every
 // kernel waits, also one that finds no work: otherwise a kernel could complete before the kernel that it follows.
 //
 // Between ours there may be kernels of inductor that start early, too (`triton.enable_pdl`). They wait before they allow the

@@ -24,7 +24,9 @@ struct GemmArguments {
   float alpha, limit, up_shift;  // limit <= 0: none
   int* tile_counter;  // of the tile scheduler: zero before and after
   int read_once;      // load weights with L2 evict_first, see `plan_gemm` of plan.py
-  int late_x;         // of tiled_mma.cu: the kernel before this one writes x and no other operand, the others are read before it is waited for
+  // For tiled_mma.cu and tiled_cluster.cu: the kernel before this one writes x and no other operand, so the other operands are
+  // read before the wait for it (programmatic dependent launch).
+  int x_from_previous_kernel;
 };
 
 struct GatherArguments {  // of gather_rows and order_rows

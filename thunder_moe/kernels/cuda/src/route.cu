@@ -22,7 +22,7 @@ struct CombineArguments {
   const void* slot_weight;   // (T, A) or null
   uint16_t* out;             // (T, N)
   int num_rows, tokens, top_k, n, slot_weight_dtype;  // dtypes: 0 float32, 1 bfloat16, 2 float16
-  int late_rows;  // the kernel before this one writes the rows and no other operand
+  int rows_from_previous_kernel;  // the kernel before this one writes the rows and no other operand
 };
 
 struct RowStartsArguments {
@@ -127,7 +127,7 @@ __global__ void __launch_bounds__(kThreads) combine(const CombineArguments args)
   constexpr int kColumns = 8, kBatch = 32;
   __shared__ int row_of[kBatch];  // -1: none
   __shared__ float weight_of[kBatch];
-  bool late = args.late_rows;
+  bool late = args.rows_from_previous_kernel;
   if (!late) await_previous_kernel();
   const int threads = blockDim.x, blocks_n = (args.n + kColumns * threads - 1) / (kColumns * threads);
   const int token = blockIdx.x / blocks_n, column = ((blockIdx.x % blocks_n) * threads + threadIdx.x) * kColumns;

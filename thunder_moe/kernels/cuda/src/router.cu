@@ -1,9 +1,9 @@
 // A router's logits -> scores, expert ids, and the slots t * A + a sorted by expert, stably: one launch for few tokens, else two.
 // Compiled at run time by kernels/cuda/backend.py behind common.cuh; tests/emulator/cuda_emulator.h runs it on a CPU.
 //
-// A warp chooses the experts of a token: lane l has the PER_LANE experts from l * PER_LANE on. What is computed: `RouterForm` of
-// routing.py. Few tokens: router_one_block does all. Else router_choose, whose blocks count the slots of each expert among their
-// tokens, and router_scatter, whose blocks have the same tokens.
+// It computes `RouterConfig` of routing.py. A warp chooses the experts of a token: lane l has the PER_LANE experts from
+// l * PER_LANE on. For few tokens router_one_block does everything. Otherwise the blocks of router_choose count the slots of each
+// expert among their tokens, and the blocks of router_scatter, which have the same tokens, sort the slots.
 
 struct RouterArguments {
   const void* logits;   // (T, E)
