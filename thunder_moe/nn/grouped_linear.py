@@ -96,7 +96,7 @@ class GroupedLinear(AdaptableLinear):
         out: Tensor | None = None,
         grad_input: Tensor | None = None,
     ) -> Tensor:
-        """(M, K) rows sorted by expert, offsets (E,) row ends -> (M, N).
+        """Multiply (M, K) rows sorted by expert, with offsets (E,) of row ends: -> (M, N).
 
         Rows past ``offsets[-1]`` may hold anything: results and gradients are zero there.
 
@@ -121,12 +121,12 @@ class GroupedLinear(AdaptableLinear):
         return result
 
     def local_parameters(self) -> tuple[Tensor, Tensor | None]:
-        """Weight and bias, of which this rank has a part where they are DTensors."""
+        """Return weight and bias, or this rank's parts of DTensors."""
         return local_part(self.weight, self._sharded), local_part(self.bias, self._sharded)
 
     def backward_dw(self) -> None:
-        """Computes the oldest weight gradient that waits and adds it to ``weight.grad`` or main_grad, firing the hooks
-        of the parameter; does nothing when none waits.
+        """Compute the oldest waiting weight gradient and add it to ``weight.grad`` or main_grad, firing the hooks of
+        the parameter; do nothing if none waits.
 
         Raises:
             ValueError: the weight is frozen by now, or main_grad does not fit.
@@ -160,8 +160,9 @@ class GroupedLinear(AdaptableLinear):
 
 
 def per_expert_state_dict(module: nn.Module) -> dict[str, Tensor]:
-    """The state dict of a module with one tensor per expert: ``weight0``, ``bias0``, ... in place of the ``weight`` and
-    ``bias`` of each `GroupedLinear` in it, as TransformerEngine names them. The tensors share the parameters' memory.
+    """Return the state dict of a module with one tensor per expert: ``weight0``, ``bias0``, ... in place of the
+    ``weight`` and ``bias`` of each `GroupedLinear` in it, as TransformerEngine names them. The tensors share the
+    parameters' memory.
     """
     modules = module.named_modules(remove_duplicate=False)  # state dicts have a shared module under each of its names
     linears = {name for name, child in modules if isinstance(child, GroupedLinear)}
@@ -200,18 +201,18 @@ def local_part(parameter: None, sharded: bool) -> None: ...
 
 
 def local_part(parameter: Any, sharded: bool) -> Any:
-    """A parameter, or this rank's part of it."""
+    """Return a parameter, or this rank's part of it."""
     return parameter.to_local() if sharded and parameter is not None else parameter
 
 
 def autocast(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Rows and weight in the dtype of autocast, where it is on."""
+    """Return rows and weight in the dtype of autocast, if it is on."""
     dtype = autocast_dtype(x)
     return (x, weight) if dtype is None else (x.to(dtype), weight.to(dtype))
 
 
 def refuse_traced(linear: GroupedLinear, x: Tensor, **buffers: Tensor | None) -> None:
-    """ValueError while Thunder traces: its traces have no writes into tensors of the caller."""
+    """Raise ValueError while Thunder traces: its traces cannot write into tensors of the caller."""
     if isinstance(x.dtype, torch.dtype):
         return
     given = " and ".join(_given(linear, **buffers))
@@ -237,7 +238,7 @@ def run_into(
     grad_input: Tensor | None,
     form: ActivationForm | None = None,
 ) -> Tensor:
-    """A linear's forward, with a `form` on activated rows; results and gradients go into tensors of the caller."""
+    """Run a linear's forward, with a `form` on activated rows; results and gradients go into tensors of the caller."""
     if linear._sharded:
         given = " and ".join(_given(linear, out=out, grad_input=grad_input))
         raise ValueError(f"{given}: got it for a weight that is cut over ranks, wanted a whole weight")

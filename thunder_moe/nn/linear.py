@@ -43,7 +43,7 @@ class NVFP4Linear(PackedModule):
     Attributes:
         qdata: uint8 (N, K // 2), or blocks of it; scale: float8_e4m3fn (N, K // 16), or blocks; global_scale: float32
             () or (N,). Of an MXFP8 weight float8_e4m3fn (N, K), float8_e8m0fnu (N, K // 32) and None.
-            ``module.to(dtype)`` leaves them as they are.
+            ``module.to(dtype)`` leaves them unchanged.
         bias: parameter (N,), or None.
 
     Raises:
@@ -107,7 +107,7 @@ class NVFP4Linear(PackedModule):
         return scaled_mm.dense_operands(weight)
 
     def forward(self, x: Tensor) -> Tensor:
-        """(..., K) -> (..., N)."""
+        """Run the linear: (..., K) -> (..., N)."""
         weight, tensors = self.read()
         mm = operator_for("f16a_nvfp4weight_scaled_mm", weight.format)
         out: Tensor = mm(x, *tensors, self.bias, layout=weight.layout)
@@ -161,10 +161,10 @@ def stacked_bias(biases: Sequence[nn.Parameter]) -> nn.Parameter | None:
 class NVFP4LinearStack(NVFP4Linear):
     """Several linears that read the same rows (q, k and v; gate and up) as one, which runs once for all of them.
 
-    It is a child of the module that had the linears, where each of them is a `NVFP4LinearPart` now. A part computes its
-    own rows of the weight. In a parent that `share_in` was called with, a hook runs the stack once at the begin of each
-    call of the parent, and every part takes its columns of that result, once, if it is called with the very tensor
-    that the parent was called with, unchanged.
+    It is a child of the module that had the linears; each linear there is a `NVFP4LinearPart` now. A part computes its
+    own rows of the weight. If `share_in` was called with the parent, a hook runs the stack once at the start of each
+    call of the parent. A part takes its columns of that result, once, if it is called with the parent's own input
+    tensor and nothing has changed that tensor.
 
     Attributes:
         once: the hooks of `share_in`; None before its first call.
@@ -209,7 +209,7 @@ class NVFP4LinearStack(NVFP4Linear):
 
 
 class _OncePerCall:
-    """The hooks by which each call of a module runs one of its stacks, and what waits for the parts meanwhile."""
+    """Forward hooks that run a stack once per call of its parent, and hold the result for the parts."""
 
     def __init__(self, stack: NVFP4LinearStack, forward: Callable[..., Any]) -> None:
         self.stack, self.forward = stack, forward
@@ -309,7 +309,7 @@ class NVFP4LinearPart(AdaptableLinear):
         return None if self.stack.bias is None else self.stack.bias[self._rows]
 
     def forward(self, x: Tensor) -> Tensor:
-        """(..., K) -> (..., N), maybe a view of the outputs of all."""
+        """Run the linear: (..., K) -> (..., N), maybe a view of the outputs of all parts."""
         if (self._forward_hooks or self._forward_pre_hooks) and self.stack.once is not None:
             self.stack.once.end()  # they may have changed x
         return self.stack.part(x, self.index)

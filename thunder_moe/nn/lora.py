@@ -85,7 +85,7 @@ def read_record(record: Tensor, names: Iterable[str]) -> tuple[dict[str, LoRASpe
 
 
 def _record_in(state_dict: Any, prefix: str) -> tuple[dict[str, LoRASpec], tuple[str, ...]] | None:
-    """Return `read_record` of the linear of a prefix; None where a state dict has no record of it."""
+    """Return `read_record` of the linear of a prefix; None if the state dict has none."""
     record, start = state_dict.get(f"{prefix}lora_specs"), f"{prefix}lora_A."
     if record is None or record.is_meta:
         return None
@@ -93,15 +93,15 @@ def _record_in(state_dict: Any, prefix: str) -> tuple[dict[str, LoRASpec], tuple
 
 
 class LoRALinear(nn.Module):
-    """A mixin: the adapters of a linear of experts, or of a dense linear, for which E is 1.
+    """A mixin that holds the adapters of a linear of experts, or of a dense linear (then E is 1).
 
     Attributes:
-        lora_A: parameters (E, P r, K) by adapter's name; (1, P r, K) where the experts share it.
+        lora_A: parameters (E, P r, K) by adapter's name; (1, P r, K) if the experts share it.
         lora_B: parameters (E, N, r), or (1, N, r).
-        lora_specs: the rest of each adapter, by name.
+        lora_specs: the settings of each adapter, by name.
         lora_active: the adapters that `forward` adds.
-        lora_by_peft: whether a PeftModel says which are active; else a state dict that is loaded does.
-        lora_merged: those that are in the weight instead; a state dict has the weight, their names and not them.
+        lora_by_peft: True if a PeftModel says which adapters are active; else a loaded state dict says it.
+        lora_merged: the adapters merged into the weight; a state dict has the merged weight and their names only.
     """
 
     lora_A: nn.ParameterDict  # noqa: N815  (PEFT's names)
@@ -172,7 +172,7 @@ class LoRALinear(nn.Module):
         self.lora_active = (*(name for name in active if name in self.lora_specs), *others)
 
     def obstacle_to_load(self, state_dict: Any, prefix: str) -> str | None:
-        """Return why a state dict cannot be loaded; None when it can. One without a record is taken as it is."""
+        """Return why a state dict cannot be loaded; None if it can. A state dict without a record is accepted."""
         if self.lora_merged:
             merged = f"{list(self.lora_merged)} are merged into its weight"
             return f"{merged}, wanted unmerge_lora_(model) before loading"
@@ -273,10 +273,10 @@ class LoRAGroupedLinear(LoRALinear, GroupedLinear):
         out: Tensor | None = None,
         grad_input: Tensor | None = None,
     ) -> Tensor:
-        """Return the result of `GroupedLinear.forward` plus that of the active adapters.
+        """Return the result of `GroupedLinear.forward` plus the result of the active adapters.
 
         Raises:
-            ValueError: as there, and for a buffer.
+            ValueError: as in `GroupedLinear.forward`, and for a buffer.
         """
         for name, buffer in dict(out=out, grad_input=grad_input).items():
             if buffer is not None:
@@ -292,7 +292,7 @@ class NVFP4LoRAGroupedLinear(LoRALinear, NVFP4GroupedLinear):
     lora_to_restore = False  # whether `dequantized` is to have the active adapters in it
 
     def forward(self, x: Tensor, offsets: Tensor, bias_scale: Tensor | None = None) -> Tensor:
-        """Return the result of `NVFP4GroupedLinear.forward` plus that of the active adapters."""
+        """Return the result of `NVFP4GroupedLinear.forward` plus the result of the active adapters."""
         y = NVFP4GroupedLinear.forward(self, x, offsets, bias_scale)
         return self.plus_lora(y, x, offsets)
 
@@ -319,7 +319,7 @@ class NVFP4LoRALinear(LoRADense, NVFP4Linear):
     """`NVFP4Linear` with adapters, as `thunder_moe.add_lora_` makes it."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the result of `NVFP4Linear.forward` plus that of the active adapters."""
+        """Return the result of `NVFP4Linear.forward` plus the result of the active adapters."""
         return self.plus_lora(NVFP4Linear.forward(self, x), x)
 
 
@@ -335,5 +335,5 @@ class NVFP4LoRALinearPart(LoRADense, NVFP4LinearPart):
             self.stack._refused_in = error_msgs
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the result of `NVFP4LinearPart.forward` plus that of the active adapters."""
+        """Return the result of `NVFP4LinearPart.forward` plus the result of the active adapters."""
         return self.plus_lora(NVFP4LinearPart.forward(self, x), x)

@@ -39,17 +39,17 @@ _buffers_of_weight: Callable[[Any], Any] = itemgetter(*NVFP4.fields)
 class PackedModule(AdaptableLinear):
     """A module with one frozen packed weight, in NVFP4 or MXFP8, kept as buffers; `forward` is the subclass's.
 
-    The shapes of qdata and scale encode their layout (`formats.layouts.block_shapes`; those of dense layers lack the
-    dimension of experts): buffers that are passed around, replaced (``functional_call``) or kept from before always
-    carry their layout with their bytes. State dicts hold layout "linear" whatever the module's, and load into any: they
-    are converted on the way. A global scale of each row loads where the module's is of all rows, and the reverse.
-    State dicts of a module in another layout are copies then, which do not follow the module, and where modules share
-    weights, one each.
+    The shapes of qdata and scale encode their layout (`formats.layouts.block_shapes`; the shapes of dense layers lack
+    the dimension of experts). So buffers that are passed around, replaced (``functional_call``) or kept from before
+    carry their layout with their bytes. State dicts hold layout "linear" for every layout of the module, and load into
+    every layout. A global scale per row loads into a module that has one for all rows, and the reverse. If the module
+    is in another layout, its state dict holds converted copies: they do not follow the module, and modules that share
+    a weight get a copy each.
 
     Args:
         weight: (E, N, K); kept in its layout if that is one of `layouts.module_layouts`, else in "linear".
         weight_dtype: of the 16-bit weight that this one stands for; what `dequantize_` gives back. One for each where
-            it stands for several, whose rows are stacked (gate and up).
+            it stands for several stacked ones (gate and up).
         weight_requires_grad: whether that weight was trainable; likewise.
         auto_layout: whether the weights are laid out for the device that the module is moved to.
         part_features: out_features of each of the weights that it stands for; None: they share N evenly.
@@ -112,40 +112,40 @@ class PackedModule(AdaptableLinear):
 
     @property
     def format(self) -> BlockFormat:
-        """The number format of the weight."""
+        """Return the number format of the weight."""
         return BLOCK_FORMATS[self.format_name]
 
     @property
     def _fields(self) -> tuple[str, ...]:
-        """The names of the buffers that hold the weight."""
+        """Return the names of the buffers that hold the weight."""
         return BLOCK_FORMATS[self.format_name].fields
 
     def _get_name(self) -> str:
-        """The name in the representation of a model: that of the class, with the number format."""
+        """Return the name in the representation of a model: the class's name, with the number format."""
         return type(self).__name__.replace(NVFP4.name.upper(), self.format_name.upper())
 
     @property
     def _weight_shape(self) -> tuple[int, int, int]:
-        """(E, N, K)."""
+        """Return (E, N, K)."""
         raise NotImplementedError
 
     def _own(self, weight: PackedWeight) -> tuple[Tensor, ...]:
-        """The tensors of a weight as this module keeps them, always the same objects."""
+        """Return the tensors of a weight as this module keeps them, always the same objects."""
         return weight.blocks if self._of_experts else weight.dense_blocks
 
     def _grouped(self, *tensors: Tensor) -> tuple[Tensor, ...]:
-        """Tensors of this module with the dimension of experts."""
+        """Return tensors of this module with the dimension of experts."""
         return tensors if self._of_experts else tuple(tensor[None] for tensor in tensors)
 
     @property
     def layout(self) -> str:
-        """The layout of the weights, by the shapes of the buffers."""
+        """Return the layout of the weights, by the shapes of the buffers."""
         qdata, scale = self._grouped(self.qdata, self.scale)
         return layout_of_blocks(qdata, scale, self.format)
 
     @property
     def nvfp4_weight(self) -> NVFP4Weight:
-        """The weight (E, N, K), which shares the buffers' memory.
+        """Return the weight (E, N, K), which shares the buffers' memory.
 
         Raises:
             ValueError: it is in another number format; `packed_weight` has those, too.
@@ -160,7 +160,7 @@ class PackedModule(AdaptableLinear):
 
     @property
     def packed_weight(self) -> PackedWeight:
-        """The weight (E, N, K) in its number format, which shares the buffers' memory."""
+        """Return the weight (E, N, K) in its number format, which shares the buffers' memory."""
         return self._weight_of(tuple([getattr(self, field) for field in self._fields]))
 
     def read(self) -> tuple[PackedWeight, tuple[Tensor, ...]]:
@@ -175,7 +175,7 @@ class PackedModule(AdaptableLinear):
         return weight, self._operands(weight)
 
     def snapshot(self) -> Snapshot | None:
-        """The snapshot of the weight as it is; None of buffers without an address. For eager code alone."""
+        """Return the snapshot of the current weight; None for buffers without an address. Only for eager code."""
         try:  # nn.Module looks for buffers everywhere else before, at half a microsecond each
             qdata, scale, global_scale = _buffers_of_weight(self._buffers)
         except KeyError:  # parametrized
@@ -210,11 +210,11 @@ class PackedModule(AdaptableLinear):
         return snapshot
 
     def _operands(self, weight: PackedWeight) -> tuple[Tensor, ...]:
-        """The tensors of a weight as the operators of the module take them."""
+        """Return the tensors of a weight as the operators of the module take them."""
         return operands(weight)
 
     def _weight_of(self, tensors: tuple[Tensor, ...]) -> PackedWeight:
-        """The weight (E, N, K) of tensors that are shaped as the buffers."""
+        """Return the weight (E, N, K) of tensors that are shaped as the buffers."""
         format = BLOCK_FORMATS[self.format_name]
         qdata, scale, *others = tensors if self._of_experts else self._grouped(*tensors)
         layout = layout_of_blocks(qdata, scale, format)
@@ -235,7 +235,7 @@ class PackedModule(AdaptableLinear):
     @alone
     @torch.no_grad()
     def set_weight(self, weight: PackedWeight) -> None:
-        """Takes another weight of the same shape and number format, in its layout; the only way to change the buffers.
+        """Take another weight of the same shape and number format, in its layout; the only way to change the buffers.
 
         The buffers become other memory, and modules that are tied to this one have them too. Detached aliases, as of a
         state dict, keep the old bytes in the old shape.
@@ -272,14 +272,14 @@ class PackedModule(AdaptableLinear):
     def narrow_(self, dim: int, index: int, count: int, parts: int = 1) -> None:
         """Keeps one of `count` equal parts of the weight, in its layout, without unpacking it.
 
-        Buffers in every layout have the shape (E, N or tiles of N, K or tiles of K, ...), so that what is contiguous in
-        the weight is so in them.
+        Buffers in every layout have the shape (E, N or tiles of N, K or tiles of K, ...), so a contiguous part of the
+        weight is a contiguous part of the buffers.
 
         Args:
-            dim: 0 of experts, 1 of out_features, 2 of in_features.
+            dim: 0 for experts, 1 for out_features, 2 for in_features.
             index: the part that is kept.
-            count: of parts.
-            parts: weights that are stacked along `dim`, gate and up; the same part of each is kept.
+            count: the number of parts.
+            parts: the number of weights stacked along `dim` (gate and up); the same part of each is kept.
 
         Raises:
             ValueError: the sizes do not allow it in this layout; `obstacle_to_narrow` says why.
@@ -299,7 +299,7 @@ class PackedModule(AdaptableLinear):
         self.in_features //= count if dim == 2 else 1
 
     def dequantized(self) -> list[Tensor]:
-        """The 16-bit weights that it stands for, each (E, its rows, K) of its own dtype and contiguous."""
+        """Return the 16-bit weights that it stands for, each (E, its rows, K) of its own dtype and contiguous."""
         linear = self.packed_weight.to_layout(LINEAR)
         sizes = self._part_features or (self.out_features // len(self.weight_dtypes),) * len(self.weight_dtypes)
         weights: list[Tensor] = []
@@ -401,7 +401,7 @@ class PackedModule(AdaptableLinear):
         return {name: value for name, value in vars(self).items() if name != "_place"}
 
     def _fit_device(self, before: torch.device) -> None:
-        """Converts the weights to the layout of the device that they were moved to; with a fixed layout that is slow
+        """Convert the weights to the layout of the device that they were moved to; with a fixed layout that is slow
         there, warns."""
         device, layout, sizes = self.qdata.device, self.layout, (self.out_features, self.in_features)
         if device.type == "meta":
@@ -426,7 +426,7 @@ def _would_lose_codes(weight: PackedWeight, layout: str) -> bool:
 
 
 def _by_bits(state_dict: dict[str, Any], prefix: str, format: BlockFormat) -> dict[str, Any]:
-    """A state dict whose packed weight has our dtypes: bytes that were saved as such are taken unchanged.
+    """Return a state dict whose packed weight has our dtypes: bytes that were saved as such are taken unchanged.
 
     Raises:
         ValueError: another dtype, which torch would convert by value, or a weight in another number format.

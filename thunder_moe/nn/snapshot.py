@@ -22,7 +22,7 @@ from thunder_moe.formats.weight import PackedWeight
 __all__ = ["Reference", "Snapshot", "SnapshotPlace", "alone", "drop_snapshots", "replacing"]
 
 # Held while buffers are read to be replaced, while they are replaced, and while a snapshot is taken. A fork waits for
-# it: a child has no half of any of these.
+# it, so that a child process never sees a half-finished one of these.
 replacing = threading.RLock()
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(before=replacing.acquire, after_in_parent=replacing.release, after_in_child=replacing.release)

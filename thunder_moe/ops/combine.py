@@ -58,7 +58,7 @@ def _gradient(grad: Tensor, rows: Tensor, offsets: Tensor, slot_row: Tensor, *, 
     differentiable=("rows",),
 )
 def moe_combine(rows: Tensor, offsets: Tensor, slot_row: Tensor) -> Tensor:
-    """``out[t] = sum over a of rows[slot_row[t, a]]``, added in float32 in the order of a, rounded once.
+    """Compute ``out[t] = sum over a of rows[slot_row[t, a]]``, added in float32 in the order of a, rounded once.
 
     Args:
         rows: floating point (M, N), sorted by expert; those at or past ``offsets[-1]`` may hold anything.

@@ -102,7 +102,7 @@ def _check_values(hidden_states: Tensor, expert_ids: Tensor, *arguments: Tensor 
 
 
 def check_order(expert_ids: Tensor, order: tuple[Tensor | None, ...]) -> None:
-    """Checks the values of row_slot, offsets and slot_row on a CPU, where they are given.
+    """Check the values of row_slot, offsets and slot_row on a CPU, where they are given.
 
     Raises:
         ValueError: names the argument, what it was and what is wanted.
@@ -160,7 +160,7 @@ def f16a_nvfp4weight_moe_experts(
     up_shift: float = 0.0,
     expert_ranks: int = 1,
 ) -> Tensor:
-    """``sum over a of weight[t, a] * expert_{ids[t, a]}(hidden_states[t])``: a layer's experts in one call.
+    """Compute ``sum over a of weight[t, a] * expert_{ids[t, a]}(hidden_states[t])``: a layer's experts in one call.
 
     The same numbers, bit for bit, as `moe_route`, `f16a_nvfp4weight_grouped_swiglu` and
     `f16a_nvfp4weight_grouped_mm_combine` give one after the other; on a CUDA device their kernels overlap.

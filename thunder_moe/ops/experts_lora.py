@@ -218,9 +218,9 @@ def f16a_nvfp4weight_moe_experts_lora(
     limit: float | None = None,
     up_shift: float = 0.0,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """`f16a_nvfp4weight_moe_experts` with a low-rank term beside each weight: ``W x + B (A x)``.
+    """Compute `f16a_nvfp4weight_moe_experts` with a low-rank term beside each weight: ``W x + B (A x)``.
 
-    Differentiable in hidden_states, expert_weights, the adapters and the biases. The arguments are those of
+    Differentiable in hidden_states, expert_weights, the adapters and the biases. It takes the arguments of
     `f16a_nvfp4weight_moe_experts`, and:
 
     Args:

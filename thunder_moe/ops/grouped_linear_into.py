@@ -63,8 +63,8 @@ class Into:
 def check_buffer(
     name: str, buffer: Tensor | None, shape: tuple[int, ...], dtype: torch.dtype, x: Tensor, **others: Tensor | None
 ) -> None:
-    """ValueError unless a buffer is None, or contiguous, of this shape and dtype, on x's device, without a gradient and
-    apart from the memory of x and of the other operands."""
+    """Raise ValueError unless a buffer is None, or contiguous, of this shape and dtype, on x's device, without a
+    gradient and apart from the memory of x and of the other operands."""
     if buffer is None:
         return
     if not isinstance(buffer, Tensor):
@@ -92,7 +92,7 @@ def _overlap(a: Tensor, b: Tensor) -> bool:
 
 
 def _span(tensor: Tensor) -> tuple[int, int]:
-    """The addresses that a tensor lies between."""
+    """Return the addresses that a tensor lies between."""
     if not tensor.numel():
         return 0, 0
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
@@ -108,14 +108,14 @@ def grouped_linear_into(
     into: Into,
     form: ActivationForm | None = None,
 ) -> Tensor:
-    """`grouped_linear`, or with a `form` `activated_grouped_linear`, whose results go where `into` says.
+    """Run `grouped_linear`, or with a `form` `activated_grouped_linear`; results go where `into` says.
 
     Args:
         scales: bias_scale, or with a form the factor of the rows.
     """
     anchor, owner = None, weight
     if into.waiting is not None and weight.requires_grad:
-        # The weight is no part of the graph: its hooks are to fire when its gradient is there, in `run_waiting`.
+        # The graph leaves out the weight: its hooks have to fire when its gradient exists, in `run_waiting`.
         weight, anchor = weight.detach(), weight.new_empty(0).requires_grad_()
     apply: Any = _GroupedLinearInto.apply
     out: Tensor = apply(x, weight, offsets, scales, bias, into, form, anchor, Owner(owner))
@@ -197,7 +197,7 @@ class _GroupedLinearInto(torch.autograd.Function):
                 of_x = _put(of_x.to(ctx.x_dtype), into.grad_input, offsets)
         elif needs_x:
             buffer = into.grad_input
-            # The gradient may be there already: that of the layer behind, which had the same buffer.
+            # The buffer may hold `grad` itself, if the next layer was given the same buffer.
             if buffer is not None and buffer.dtype == into.dtype and not _overlap(buffer, grad):
                 _OPS.grouped_linear_dgrad_out(grad, weight.to(into.dtype), offsets, buffer)
                 torch.autograd.graph.increment_version(buffer)
@@ -211,8 +211,9 @@ class _GroupedLinearInto(torch.autograd.Function):
 
 
 def _is_asked_for(weight: Tensor) -> bool | None:
-    """True if the backward that runs accumulates a weight's gradient: not in `torch.autograd.grad`, or with `inputs=`,
-    of other tensors alone. None: `torch.autograd.grad` is to return it."""
+    """True if the running backward accumulates a weight's gradient; None if `torch.autograd.grad` returns it.
+
+    False in `torch.autograd.grad` or `backward(inputs=...)` of other tensors only."""
     node = torch.autograd.graph.get_gradient_edge(weight).node
     try:
         executed: bool = torch._C._will_engine_execute_node(node)
@@ -224,9 +225,9 @@ def _is_asked_for(weight: Tensor) -> bool | None:
 
 
 def _put(grad: Tensor, buffer: Tensor | None, offsets: Tensor) -> Tensor:
-    """The gradient of x, in the buffer where there is one.
+    """Return the gradient of x, in the buffer if there is one.
 
-    The buffer itself: a leaf whose only gradient it is copies it, where it would take a tensor that nobody else holds.
+    It returns the buffer itself. So autograd copies it into `.grad`, instead of stealing it.
     """
     if buffer is None:
         return grad
@@ -234,7 +235,7 @@ def _put(grad: Tensor, buffer: Tensor | None, offsets: Tensor) -> Tensor:
 
 
 def run_waiting(waiting: deque[Waiting], main_grad: bool) -> None:
-    """Computes the oldest weight gradient that waits and adds it to its weight's, as autograd would have; nothing when
+    """Compute the oldest weight gradient that waits and adds it to its weight's, as autograd would have; nothing when
     none does.
 
     Raises:
@@ -278,8 +279,8 @@ class _Visit(torch.autograd.Function):
 
 
 def _weight_gradient(weight: Tensor, rows: Tensor, grad: Tensor, offsets: Tensor, main_grad: bool) -> Tensor | None:
-    """The gradient for autograd; with main_grad it goes there, and autograd gets none, or zeros that fire the hooks of
-    a parameter with `grad_added_to_main_grad`.
+    """Return the gradient for autograd; with main_grad it goes there, and autograd gets none, or zeros that fire the
+    hooks of a parameter with `grad_added_to_main_grad`.
 
     Raises:
         ValueError: main_grad is missing, or not float32, contiguous and of the weight's shape and device.

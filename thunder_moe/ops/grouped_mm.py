@@ -1,5 +1,5 @@
-"""The operator thunder_moe::f16a_nvfp4weight_scaled_grouped_mm, and that of its gradient (the same name with _dgrad);
-both for MXFP8 weights, too.
+"""The operator thunder_moe::f16a_nvfp4weight_scaled_grouped_mm, and its gradient (the same name with _dgrad); both
+also exist for MXFP8 weights.
 Called by nn, the other operators and compiled graphs; calls kernels.select.
 
 Legend: M rows (tokens * top_k), E experts, N output features, K input features.
@@ -32,13 +32,13 @@ __all__ = [
 
 
 def operands(weight: PackedWeight) -> tuple[Tensor, ...]:
-    """The tensors of a weight as the operators take them: the codes transposed, (E, K // codes_per_byte, N)."""
+    """Return the tensors of a weight as the operators take them: the codes transposed, (E, K // codes_per_byte, N)."""
     qdata, *others = weight.tensors()
     return qdata.transpose(1, 2), *others
 
 
 def gemm_and_dgrad(weight: WeightOperands, offsets: Tensor, layout: str) -> Gemms:
-    """The two operators of this file as functions of the rows: (M, K) -> (M, N) and (M, N) -> (M, K)."""
+    """Return the two operators of this file as functions of the rows: (M, K) -> (M, N) and (M, N) -> (M, K)."""
     names = [op_name_for(name, weight.format) for name in (_NAME, f"{_NAME}_dgrad")]
     gemm, dgrad = (getattr(torch.ops.thunder_moe, name) for name in names)
     rest = *weight.tensors, offsets
@@ -87,7 +87,8 @@ def f16a_nvfp4weight_scaled_grouped_mm(
     *,
     layout: str = LINEAR,
 ) -> Tensor:
-    """Grouped GEMM of 16-bit activations with NVFP4 weights: ``out[rows of e] = activation[rows of e] @ w[e].T``.
+    """Compute the grouped GEMM of 16-bit activations with NVFP4 weights: ``out[rows of e] = activation[rows of e] @
+    w[e].T``.
 
     Differentiable in `activation`; the weights are frozen. Never synchronises with the host on CUDA.
 
@@ -152,7 +153,7 @@ def _dgrad_gradient(
 def f16a_nvfp4weight_scaled_grouped_mm_dgrad(
     grad: Tensor, weight: WeightOperands, offsets: Tensor, *, layout: str = LINEAR
 ) -> Tensor:
-    """Gradient (M, N) of `f16a_nvfp4weight_scaled_grouped_mm`'s output -> gradient (M, K) of its activation.
+    """Return the gradient (M, K) of `f16a_nvfp4weight_scaled_grouped_mm`'s activation, from (M, N) of its output.
 
     The arguments are as there. Differentiable in `grad`.
     """

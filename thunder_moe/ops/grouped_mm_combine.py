@@ -78,7 +78,7 @@ def f16a_nvfp4weight_grouped_mm_combine(
     *,
     layout: str = LINEAR,
 ) -> Tensor:
-    """``out[t] = sum over a of slot_weight[t, a] * (activation[slot_row[t, a]] @ w[e].T + bias[e])``.
+    """Compute ``out[t] = sum over a of slot_weight[t, a] * (activation[slot_row[t, a]] @ w[e].T + bias[e])``.
 
     The sum is made in float32 and in a fixed order. Differentiable in `activation`, `slot_weight` and `bias`.
 

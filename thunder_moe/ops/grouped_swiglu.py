@@ -102,11 +102,12 @@ def f16a_nvfp4weight_grouped_swiglu(
     limit: float | None = None,
     up_shift: float = 0.0,
 ) -> Tensor:
-    """``silu(x @ gate[e].T) * (x @ up[e].T)`` for the rows x of each expert e.
+    """Compute ``silu(x @ gate[e].T) * (x @ up[e].T)`` for the rows x of each expert e.
 
-    In full: ``y = slot_scale * (x @ w[e].T) + bias[e]``, its halves g and u, g clamped from above by `limit` and u to
-    [-limit, limit], then ``g * sigmoid(alpha * g) * (u + up_shift)``. The defaults are SwiGLU; GPT-OSS has alpha
-    1.702, limit 7, up_shift 1. Differentiable in `activation`, `slot_scale` and `bias` (the backward recomputes y).
+    In full, ``y = slot_scale * (x @ w[e].T) + bias[e]`` has the halves g and u; g is clamped to at most `limit`, u to
+    [-limit, limit]; the result is ``g * sigmoid(alpha * g) * (u + up_shift)``. The defaults are SwiGLU; GPT-OSS has
+    alpha 1.702, limit 7, up_shift 1. Differentiable in `activation`, `slot_scale` and `bias` (the backward recomputes
+    y).
 
     Args:
         activation: (M, K) bfloat16, float16 (or float32), rows sorted by expert; with row_slot (T, K), the tokens.

@@ -3,12 +3,12 @@ Called by the other files of ops; compilers.thunder.symbols reads `OPERATORS`; c
 
 The decorated function is the operator: its signature is the schema, its docstring the documentation, its body runs the
 kernel once the checks have passed. The checks, the shape of the result and the gradient are functions of the same
-arguments; each names those that it reads.
+arguments; each takes only the arguments that it reads.
 
-Host time is what a call costs on a fast device, so the registration is torch.library's low-level one, in place of
-`torch.library.custom_op`, and plain calls (dense tensors on one device, nothing that requires a gradient, no mode or
-transform) leave the dispatcher out: `Operator.__call__`. On CUDA they then run a chain of kernels, past the checks,
-that an earlier call with arguments of the same shapes, strides, dtypes and devices has prepared (cuda/chain.py).
+On a fast device a call costs mostly host time. So operators are registered by torch.library's low-level functions
+instead of `torch.library.custom_op`, and `Operator.__call__` bypasses the dispatcher for plain calls: dense tensors on
+one device, nothing that requires a gradient, no mode or transform. On CUDA a plain call then skips the checks and runs
+a chain of kernels (cuda/chain.py), prepared by an earlier call with the same shapes, strides, dtypes and devices.
 
 A description has each packed weight as one argument, `WeightOperands`. `weight_operator` registers an operator for
 each number format, whose schema has the tensors of the format's weights in its place.
@@ -68,7 +68,7 @@ _KINDS: dict[str, tuple[type, ...]] = {
 
 
 def _no_values(*args: Any, **options: Any) -> None:
-    """For operators without checks of data."""
+    """Accept every argument: for operators without checks of data."""
 
 
 class Operator:
@@ -214,8 +214,9 @@ class Operator:
         self, grad: Tensor, *args: Any, results: Sequence[Tensor] = (), needs: Sequence[bool] | None = None,
         **options: Any,
     ) -> Gradients:  # fmt: skip
-        """Gradient of the first result -> those of `differentiable` that `needs` asks for (None: all); `results`: those
-        that `saved_results` says.
+        """Return the gradients of `differentiable` that `needs` asks for (None: all), from the first result's gradient.
+
+        `results` are the results that `saved_results` names.
 
         Raises:
             ValueError: as the operator, and for a grad that is not of its result's shape.
@@ -242,7 +243,7 @@ class Operator:
         return self._gradient(grad, *described, needs=needs, **options)
 
     def _dispatch(self, keys: torch._C.DispatchKeySet, *args: Any, **options: Any) -> Any:
-        """The kernel of the autograd key: the shortest way where there is no gradient and nothing else to dispatch."""
+        """Run the kernel of the autograd key: the shortest way if nothing needs a gradient or another dispatch."""
         plain = _PLAIN.get(keys.raw_repr())
         if plain is None:
             plain = _is_plain(keys)
@@ -279,11 +280,11 @@ class Operator:
         return all(type(value) in self._kinds_of_options.get(name, ()) for name, value in options.items())
 
     def _run_plain(self, *args: Any, **options: Any) -> Any:
-        """The kernel of the keys of dense tensors on a CPU and on CUDA devices."""
+        """Run the kernel of the keys of dense tensors on a CPU and on CUDA devices."""
         return self._run_known(args, options)
 
     def _run_known(self, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
-        """`_run`, on CUDA by a chain of kernels that an earlier call with arguments of this kind has prepared."""
+        """Run `_run`, on CUDA by the chain that an earlier call with arguments of this kind has prepared."""
         if forward_ad._current_level >= 0 or chosen_backend() is not None:
             return self._run(*args, **options)
         for chain in self._mru:
@@ -317,7 +318,7 @@ class Operator:
         return self._compute(*described, **options)
 
     def _compute(self, *args: Any, **options: Any) -> Any:
-        """The results of the function, none of them a view: autograd lets nobody change views of a kernel's tensors."""
+        """Return the function's results, never views: autograd forbids in-place changes of views made by a kernel."""
         results = self._function(*args, **options)
         return tuple(map(_no_view, results)) if isinstance(results, tuple) else _no_view(results)
 
@@ -336,7 +337,7 @@ class Operator:
         ctx.saves, ctx.options = bool(saved), self._options | options
 
     def _backward(self, ctx: Any, grad: Tensor, needs_grad: Sequence[bool]) -> list[Tensor | None]:
-        """The gradients of the arguments, of which the last may have been left out."""
+        """Return the gradients of the arguments; trailing arguments may have been left out."""
         needs = tuple(any(needs_grad[position : position + 1]) for position in self.positions)
         # Reading them is an error in a second backward, which one that saves nothing can do: of a cached weight, say.
         saved = ctx.saved_tensors if ctx.saves else ()
@@ -348,7 +349,7 @@ class Operator:
 
 
 def _autograd_function(operator: Operator) -> type[torch.autograd.Function]:
-    """The autograd function of a call: (dispatch keys, options, *arguments) -> the operator's results."""
+    """Return the autograd function of a call: (dispatch keys, options, *arguments) -> the operator's results."""
 
     class Differentiable(torch.autograd.Function):
         @staticmethod
@@ -371,7 +372,7 @@ def _autograd_function(operator: Operator) -> type[torch.autograd.Function]:
 
 
 def _kinds_of(declared: str) -> tuple[type, ...]:
-    """The types of Python that arguments of a schema's type have."""
+    """Return the types of Python that arguments of a schema's type have."""
     of_value = declared.removeprefix("Optional[").removesuffix("]")
     return _KINDS[of_value] if of_value == declared else (*_KINDS[of_value], type(None))
 
@@ -427,14 +428,14 @@ _transform = torch._C._functorch.peek_interpreter_stack
 
 
 def _only_devices() -> bool:
-    """True if all function modes are those of torch.set_default_device, which make no difference to kernels."""
+    """True if all function modes come from torch.set_default_device, which makes no difference to kernels."""
     return all(type(mode) is DeviceContext for mode in _get_current_function_mode_stack())
 
 
 def define(
     name: str, schema: str, kernel: Callable[..., Any], fake: Callable[..., Any]
 ) -> tuple[torch.library.Library, Any]:
-    """Registers an operator of the namespace thunder_moe at the dispatcher's low level.
+    """Register an operator of the namespace thunder_moe at the dispatcher's low level.
 
     `torch.library.custom_op` would do so with three Python functions around the kernel at every call. As there, an
     operator of the same name is replaced, for modules that are reloaded.
@@ -471,9 +472,9 @@ def _no_view(result: Tensor) -> Any:
 
 
 def operator(**description: Any) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Decorate the function of an operator: register it, and give a function that calls the operator.
+    """Decorate the function of an operator: register it, and return a function that calls the operator.
 
-    The arguments are those of `Operator`.
+    It takes the arguments of `Operator`.
     """
 
     def register(function: Callable[P, R]) -> Callable[P, R]:
@@ -485,7 +486,7 @@ def operator(**description: Any) -> Callable[[Callable[P, R]], Callable[P, R]]:
 def weight_operator(**description: Any) -> Callable[[Callable[..., R]], Callable[..., R]]:
     """Decorate the function of the operators of packed weights: register one for each number format.
 
-    The arguments are those of `Operator`. The function that is given calls the operator for NVFP4.
+    It takes the arguments of `Operator`. The decorated function calls the operator for NVFP4.
     """
 
     def register(function: Callable[..., R]) -> Callable[..., R]:
@@ -510,7 +511,7 @@ def op_name_for(name: str, format: BlockFormat) -> str:
 
 
 def _documentation(function: Callable[..., Any], format: BlockFormat) -> str:
-    """Return the docstring of an operator that is not for NVFP4, by which its function is documented."""
+    """Return the docstring of an operator for another format than NVFP4."""
     summary = (function.__doc__ or "").partition("\n")[0].replace("NVFP4", format.name.upper())
     return (
         f"{summary}\n\n    As `{function.__name__}`, for weights in {format.name.upper()}: {format.operands[0]} is the"

@@ -1,5 +1,5 @@
-"""The operator thunder_moe::f16a_nvfp4weight_scaled_mm, a dense layer with one NVFP4 weight, and that of its gradient;
-both for MXFP8 weights, too.
+"""The operator thunder_moe::f16a_nvfp4weight_scaled_mm, a dense layer with one NVFP4 weight, and its gradient; both
+also exist for MXFP8 weights.
 Called by nn.linear and compiled graphs; calls kernels.select.
 
 Legend: ... any leading dimensions, of which there may be none, N output features, K input features.
@@ -30,13 +30,13 @@ __all__ = [
 
 
 def dense_operands(weight: PackedWeight) -> tuple[Tensor, ...]:
-    """The tensors of a weight (1, N, K) as the operators take them: the codes transposed, (K // codes_per_byte, N)."""
+    """Return the tensors of a weight (1, N, K) for the operators: the codes transposed, (K // codes_per_byte, N)."""
     qdata, *others = weight.tensors()
     return qdata[0].t(), *(tensor[0] for tensor in others)
 
 
 def _check_operands(name: str, rows: Tensor, weight: WeightOperands, layout: str, columns: str) -> None:
-    """Checks everything that can be checked without data; `columns` is what the last dimension of `rows` has to be."""
+    """Check everything that can be checked without data; `columns` is what the last dimension of `rows` has to be."""
     packed, scale, global_scale, format, (of_weight, *_) = weight
     known = find_layout(layout, format)
     require(rows.dtype in ACTIVATION_DTYPES, name, rows, f"a dtype of {ACTIVATION_DTYPES}")
@@ -110,7 +110,7 @@ _NAME = "f16a_nvfp4weight_scaled_mm"
 def f16a_nvfp4weight_scaled_mm(
     activation: Tensor, weight: WeightOperands, bias: Tensor | None = None, *, layout: str = LINEAR
 ) -> Tensor:
-    """`torch.nn.functional.linear` of 16-bit activations with an NVFP4 weight: ``activation @ w.T + bias``.
+    """Compute `torch.nn.functional.linear` of 16-bit activations with an NVFP4 weight: ``activation @ w.T + bias``.
 
     Differentiable in `activation` and `bias`; the weight is frozen. Never synchronizes with the host on CUDA. Under
     autocast it computes in autocast's dtype, as ``linear`` does.
@@ -158,7 +158,7 @@ def _dgrad_gradient(grad: Tensor, weight: WeightOperands, *, needs: Any, layout:
     saved=slice(1, 2),
 )
 def f16a_nvfp4weight_scaled_mm_dgrad(grad: Tensor, weight: WeightOperands, *, layout: str = LINEAR) -> Tensor:
-    """Gradient (..., N) of `f16a_nvfp4weight_scaled_mm`'s output -> gradient (..., K) of its activation.
+    """Return the gradient (..., K) of the activation, from the gradient (..., N) of the output.
 
     The arguments are as there. Differentiable in `grad`.
     """

@@ -48,7 +48,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     # No more than torch keeps: what is not kept may change in place before the backward.
     a, b, offsets = inputs
     needs_a, needs_b = ctx.needs_input_grad[:2]
-    # The gradient of a weight has the weight's layout, as torch's has: torch.cond compares that of its branches.
+    # The gradient of a weight has the weight's layout, like torch's: torch.cond compares the layouts of its branches.
     ctx.row_major = b.stride(-1) == 1 and b.stride(-2) != 1
     ctx.save_for_backward(a if needs_b else None, b if needs_a else None, offsets)
 

@@ -21,16 +21,16 @@ __all__ = ["ScaledSReLU", "ScaledSwiGLU"]
 
 
 class _ScaledActivation(nn.Module):
-    """An activation of the kind that `form` says; it has no parameters."""
+    """A parameter-free activation module; `form` says which activation it computes."""
 
-    gated: bool  # whether it halves the columns
+    gated: bool  # True if it halves the columns
 
     def __init__(self, form: ActivationForm) -> None:
         super().__init__()
         self.form = form
 
     def forward(self, y: Tensor, scales: Tensor | None = None) -> Tensor:
-        """(..., D) -> (..., I) in y's dtype.
+        """Activate (..., D) -> (..., I) in y's dtype.
 
         Args:
             scales: floating point (...), multiplies each row; keeps its dtype, as does its gradient.

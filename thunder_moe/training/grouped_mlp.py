@@ -95,7 +95,7 @@ class GroupedMLP(nn.Module):
         out: Tensor | None = None,
         grad_input: Tensor | None = None,
     ) -> Tensor:
-        """(M, H) rows sorted by expert, offsets (E,) row ends -> (M, H).
+        """Run (M, H) rows sorted by expert, with offsets (E,) of row ends: -> (M, H).
 
         Rows past ``offsets[-1]`` may hold anything: results and gradients are zero there.
 
@@ -128,7 +128,7 @@ class GroupedMLP(nn.Module):
         return result
 
     def backward_dw(self) -> None:
-        """Computes the oldest weight gradient that waits of either projection; does nothing when none does.
+        """Compute the oldest weight gradient that waits of either projection; does nothing when none does.
 
         Raises:
             ValueError, RuntimeError: as `GroupedLinear.backward_dw`.
@@ -141,7 +141,7 @@ class GroupedMLP(nn.Module):
         return any(linear.need_backward_dw() for linear in self._linears())
 
     def _linears(self) -> list[GroupedLinear]:
-        """The 16-bit projections."""
+        """Return the 16-bit projections."""
         return [linear for linear in (self.down_proj, self.gate_up_proj) if isinstance(linear, GroupedLinear)]
 
     def _load_from_state_dict(
@@ -175,7 +175,7 @@ class NVFP4GroupedMLP(nn.Module):
         return name_of_container(self)
 
     def forward(self, x: Tensor, offsets: Tensor, scales: Tensor | None = None) -> Tensor:
-        """(M, H) rows sorted by expert, offsets (E,) row ends -> (M, H), zeros past the last of them.
+        """Run (M, H) rows sorted by expert, with offsets (E,) of row ends: -> (M, H), zeros past the last row end.
 
         Args:
             scales: floating point (M,), multiplies each row of the result.
@@ -215,7 +215,7 @@ class NVFP4GroupedMLP(nn.Module):
 
 
 def own_form(activation: nn.Module) -> ActivationForm | None:
-    """The form of an activation of this package without customization, which operators compute; None for others."""
+    """Return the form of an activation of this package without customization; None for others: no operator has them."""
     for cls in (ScaledSwiGLU, ScaledSReLU):
         if calls_only_its_class(activation, cls):
             return activation.form
