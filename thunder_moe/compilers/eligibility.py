@@ -141,7 +141,7 @@ def common_format(*gemms: GroupedGemm) -> str:
 
 
 def decline_reason(gemm: GroupedGemm) -> str | None:
-    """Return why a grouped GEMM stays as it is; None when it is rewritten. The gates stand in order:
+    """Return why a grouped GEMM is not rewritten; None if it is. The checks run in this order:
 
     - the weight is a parameter or a buffer (it can be quantized once, ahead of the call);
     - nothing in the graph changes it;

@@ -37,7 +37,7 @@ __all__ = [
 
 
 class RewriteWarning(UserWarning):
-    """A compilation in which no expert GEMM was rewritten."""
+    """Warns of a compilation in which no expert GEMM was rewritten."""
 
 
 @dataclass(frozen=True)
@@ -304,7 +304,7 @@ def record(
     """
     graphs = _graphs_of(owner)
     entries = [RewriteEntry(0, *decision) for decision in decisions]
-    # A fragment beside the experts is no reason to warn.
+    # A fragment beside the experts does not deserve a warning.
     silent = not entries and any(entry.rewritten for graph in graphs for entry in graph.entries())
     graphs.append(new := Graph(lambda: entries, frame, tuple(others)))
     if silent or any(entry.rewritten for entry in entries):
@@ -381,14 +381,15 @@ def _calls(number: int, graph: Graph, tensors: set[int]) -> GraphCalls:
 
 
 def _graphs_run_by(owner: Any, original: Any, tensors: set[int], *, is_owned: bool) -> list[Graph]:
-    """Return the graphs that an owner has made, and graphs of any torch.compile with the same options that met these
-    tensors, or that have no weights and are of the same code."""
+    """Return the graphs of an owner, and related graphs of other torch.compile calls with the same options.
+
+    Related are graphs that were called with these tensors, and graphs of the same code without weights."""
     own = list(_GRAPHS[id(owner)].graphs) if id(owner) in _GRAPHS and is_owned else []
     if not isinstance(owner, torch._TorchCompileWrapper):
         return own
     lines = {(code.co_filename, line) for code in _codes(original) for _, _, line in code.co_lines()}
     same = [graph for graphs in list(_GRAPHS.values()) if graphs.owner() == owner for graph in graphs.graphs]
-    # A graph of other code may be that of the same module compiled by itself, or of a part behind a graph break.
+    # A graph of other code may come from the same module compiled by itself, or from a part behind a graph break.
     of_code = [graph for graph in same if graph.frame in lines and graph not in own]
     met = [graph for graph in same if tensors & set(graph.calls)]
     found = own + [graph for graph in of_code if graph in met or not tensors or not graph.has_weight]

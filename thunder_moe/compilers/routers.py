@@ -81,7 +81,7 @@ class RouterMatch:
         return f"{self.options['score']}{bias}{grouped} and top-k in one operator"
 
     def entry(self, graph: RouterGraph, reason: str | None, where: str | None = None) -> RouterEntry:
-        """Return the decision for the report; `reason`: why the router stays as it is, None where it does not."""
+        """Return the decision for the report; `reason` says why the router is not rewritten, None if it is."""
         logits = graph.example(self.logits)
         tokens = logits.shape[0] if isinstance(logits.shape[0], int) else None
         decision = ("moe_router", self.summary) if reason is None else ("as written", reason)
@@ -89,7 +89,7 @@ class RouterMatch:
 
 
 def match_router(graph: RouterGraph, top_k: Any) -> RouterMatch | None:
-    """Return the router whose choice of experts is an operation of kind "topk"; None where it has no router's form."""
+    """Return the router whose choice of experts is a given "topk"; None if the operations around it form no router."""
     try:
         return _Matcher(graph, top_k).match()
     except MismatchError:
@@ -266,7 +266,7 @@ class _Matcher:
     # ---- the scores
 
     def of_scores(self, operation: Any) -> Any:
-        """Return the logits of which an operation makes scores."""
+        """Return the logits that an operation turns into scores."""
         given = self.graph.given(operation)
         if self.graph.kind(operation) == "softmax":
             require(given.get("dim") in _LAST)
@@ -384,7 +384,7 @@ class _Matcher:
         return self.graph.given(operation)
 
     def top_k_of(self, given: dict[str, Any], last: tuple[int, ...] = _LAST) -> None:
-        """Require that arguments are those of the k largest along the last dimension."""
+        """Require arguments that ask for the k largest values along the last dimension."""
         named = given.get("dim", -1) in last and given.get("largest", True) is True
         require(named and isinstance(given.get("k"), int) and given["k"] >= 1)
 

@@ -7,7 +7,7 @@ A rewrite puts one operator in the place of several steps, so that some of them 
     u = up GEMM      reads x                 a change of grad mode would take its gradient away or give it one
     product          fused operator here
 
-Tensors are identified by their storages, in whatever form a compiler has them, so that all views of a tensor count.
+Tensors are identified by their storages, for which each compiler has its own objects, so all views of a tensor count.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Step:
     Attributes:
         name: of the operation, as a report shows it: "mul_", "aten::copy_".
         reads: storages of its operands.
-        writes: storages that it changes in place. For an operation that cannot be looked into: all that it reads.
+        writes: storages that it changes in place; all that it reads if its effects are unknown.
         grad_enabled: the grad mode in force while it runs.
         opaque: may change any tensor, or which storage a tensor has (``set_``): counts as writing everything.
     """

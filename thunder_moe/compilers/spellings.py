@@ -148,7 +148,7 @@ _TABLE = (
     Spelling("t", "input", "t"),
     Spelling("chunk", "input chunks dim", "chunk"),
     Spelling("split", "input split_size dim", "split", functions=(aten.split.Tensor,)),
-    # GEMMs of experts: torch's with the weight (E, K, N), those of training blocks with (E, N, K); attention
+    # GEMMs of experts (torch's have the weight (E, K, N), training blocks have (E, N, K)), and attention
     Spelling("grouped_mm", "mat_a mat_b offs bias out_dtype", "", "_grouped_mm grouped_mm", (aten._grouped_mm,)),
     Spelling("linear", f"{_GEMM} bias bias_scale", functions=(_OPS.grouped_linear, _OPS.grouped_linear.default)),
     Spelling(
@@ -208,7 +208,7 @@ def require(ok: Any, otherwise: str = "") -> None:
 def column_part(width: Any, start: Any, stop: Any, step: Any) -> str:
     """Return which part of `width` columns a slice takes; "" for any other.
 
-    gate, up = y.chunk(2, -1): "low" and "high"; y[..., ::2], y[..., 1::2], as GPT-OSS has them: "even" and "odd".
+    gate, up = y.chunk(2, -1): "low" and "high"; y[..., ::2], y[..., 1::2], as in GPT-OSS: "even" and "odd".
     """
     half = width // 2
     parts = {(0, half, 1): "low", (half, width, 1): "high", (0, width, 2): "even", (1, width, 2): "odd"}

@@ -31,11 +31,11 @@ class SwiGLUGraph(Operations, Protocol):
 
     @property
     def operations(self) -> Iterable[Any]:
-        """All of them, in order."""
+        """Return all of them, in order."""
 
     @property
     def sites(self) -> Mapping[Any, Any]:
-        """The GEMMs that may be fused, by what they make."""
+        """Return the GEMMs that may be fused, by their results."""
 
     def readers(self, operation: Any) -> set[Any]:
         """Return the operations that read a result of one."""
@@ -139,5 +139,5 @@ def _can_be_stacked(graph: SwiGLUGraph, gate: Gemm, up: Gemm) -> bool:
 
 
 def _is_read_inside_alone(graph: SwiGLUGraph, block: SwiGLU) -> bool:
-    """True if no other operation reads what those of a SwiGLU hand to each other."""
+    """True if no operation outside of a SwiGLU reads its intermediate results."""
     return all(graph.readers(operation) <= block.replaced for operation in block.replaced - {block.product})

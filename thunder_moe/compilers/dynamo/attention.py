@@ -3,7 +3,7 @@ Called by rewrite.py; calls scopes.py, kernels/attention.py, and safety.py for t
 
     keys = k[:, :, None].expand(B, Hkv, G, L, D).reshape(B, Hkv * G, L, D)    or k.repeat_interleave(G, 1)
     sdpa(q, keys, values, mask)                                               q (B, Hkv * G, Q, D)
-    = sdpa(q, k, v, mask, enable_gqa=True)                                    where that is cuDNN's;
+    = sdpa(q, k, v, mask, enable_gqa=True)                                    if cuDNN runs this call;
     = sdpa(q as (B, Hkv, G, D), k, v, mask).reshape(B, Hkv * G, 1, D)         elsewhere, for one new token: Q = 1
 
 Each key is read once instead of written and read G times.
@@ -172,7 +172,7 @@ def _groups_by_cudnn(scope: Scope, node: fx.Node, key: _Repeat, value: _Repeat) 
 
 
 def _reason(scope: Scope, node: fx.Node, key: _Repeat, value: _Repeat, *, by_cudnn: bool) -> str | None:
-    """Return why attention stays as it is; the gates stand in order."""
+    """Return why attention is not rewritten; None if it is. The checks run in this order."""
     named = given(node)
     query, keys, values = value_of(named["query"]), value_of(key.source), value_of(value.source)
     heads = int(value_of(named["key"]).shape[1])

@@ -95,9 +95,9 @@ def _compile(
 
 
 def _owner() -> Any:
-    """Return the wrapper with which torch.compile calls its backend; one per torch.compile stands for the function.
+    """Return the wrapper with which torch.compile calls its backend; each torch.compile has one, which identifies it.
 
-    Dynamo's translation under way tells it; None where there is none, as when a backend is called by hand.
+    Dynamo's running translation has it. None without a translation, as when a backend is called by hand.
     """
     try:
         translator = torch._dynamo.symbolic_convert.InstructionTranslator.current_tx()

@@ -25,7 +25,7 @@ from thunder_moe.kernels.slow_paths import warn_once
 
 __all__ = ["compile_graph"]
 
-# Why a call runs dynamo's graph as it is, see `_runner`.
+# Why a call runs dynamo's graph unchanged, see `_runner`.
 _THAWED = "a weight that was frozen when the graph was compiled requires a gradient"
 _SHARED = "an input that the graph changes shares its memory with a packed weight or another input"
 _HIDDEN = "the forward of an autograd.Function (or a reentrant checkpoint) trains the weight"

@@ -138,7 +138,7 @@ def _step(
                 for storage in reads | inputs
                 if any(step.changes((storage,)) for step in program.steps)
             }
-            # An input that is no operand stands for one: for that of another call of the graph, or a part of it.
+            # If the subgraph writes an input that is not an argument of this call, it may alias any argument.
             return changed if changed <= reads else reads
         written = _written(node, value_of)
         return reads if written is None else written
@@ -196,7 +196,9 @@ class _Recorder(TorchDispatchMode):
 
 
 def _observed_writes(target: Callable[..., Any], args: Any, kwargs: Any) -> set[int] | None:
-    """Run a function on example values, which keep their shapes and strides whatever it does."""
+    """Return the storages that a function writes when it runs on its example values; None if it cannot be run.
+
+    It runs on aliases, so that the example values keep their shapes and strides."""
     fakes = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, FakeTensor)]
     if not fakes:
         return None
@@ -209,6 +211,6 @@ def _observed_writes(target: Callable[..., Any], args: Any, kwargs: Any) -> set[
             aliases = tree_map_only(torch.Tensor, torch.Tensor.detach, (args, kwargs))
             with recorder:
                 target(*aliases[0], **aliases[1])
-    except Exception:  # whatever a function of anybody's may raise on what is no real tensor
+    except Exception:  # user code may raise anything on fake tensors
         return None
     return recorder.written

@@ -1,4 +1,4 @@
-"""Proves that ids of experts are those of a top-k, and removes masks for ids past the last expert: there are none.
+"""Proves that expert ids come from a top-k, and removes masks for out-of-range ids, which a top-k cannot produce.
 Called by rewrite.py, gathered_bmm_pattern.py and fused_moe_pattern.py; calls scopes.py and effects.py.
 
     ids = topk(scores, A)[1].reshape(-1)           scores (T, E): 0 <= ids < E while nothing changes them in place
@@ -74,7 +74,7 @@ def _bound(scope: Scope, ids: Any, reader: fx.Node) -> int | None:
 
 
 def _is_unchanged(scope: Scope, node: Any, reader: fx.Node) -> bool:
-    """True if another node reads the tensor that a node made as it was made."""
+    """True if nothing writes the tensor that a node made before `reader` reads it."""
     if not isinstance(value_of(node), Tensor):
         return False
     made, storages = node.args[0] if calls(node, "getitem") else node, storages_of(value_of(node))

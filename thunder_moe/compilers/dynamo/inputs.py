@@ -1,4 +1,4 @@
-"""Maps the inputs of dynamo's graph to those of the rewritten one, at each call: packed weights for 16-bit ones.
+"""Maps the inputs of dynamo's graph to the rewritten graph's, at each call: packed weights replace 16-bit ones.
 Made by rewrite.py, called by compiled_graph.py; calls weight_cache.py, which packs.
 """
 
@@ -77,17 +77,17 @@ def memory_of_inputs(root: Scope, weights: Weights) -> dict[str, Any]:
 
 @dataclass(frozen=True, eq=False)
 class Rewritten:
-    """The inputs of a rewritten graph: those of dynamo's that stay, then the packed weights.
+    """The inputs of a rewritten graph: the kept inputs of dynamo's graph, then the packed weights.
 
     Attributes:
-        kept: positions of the inputs that stay.
+        kept: positions of the kept inputs.
         packs: the packed weights.
         trained: weights that stay 16-bit because they are being trained.
-        watched: all weights that require a gradient; they are being trained where a forward hides its grad mode.
+        watched: all weights that require a gradient; they are being trained if a forward hides its grad mode.
         frozen: packed weights that require no gradient.
         written: positions of the inputs that the graph or one nested in it changes in place.
-        compared: those, and the positions of all other inputs but parameters and buffers.
-        aliases: pairs of these that shared their memory when the graph was analysed, the lower position first.
+        compared: `written`, and the positions of all other inputs but parameters and buffers.
+        aliases: pairs of `compared` that shared their memory when the graph was analysed, the lower position first.
         enables_grad: gradients are disabled outside of the graph and enabled at the GEMM of a packed weight.
         told_by: the weight that tells whose call it is, of the models that share the graph; None: there is none.
     """

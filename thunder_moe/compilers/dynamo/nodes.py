@@ -1,4 +1,4 @@
-"""Reads nodes of FX graphs by the table of spellings: what they call, with which arguments, and whose values they give.
+"""Reads nodes of FX graphs by the table of spellings: what they call, with which arguments, and what they return.
 Called by the matchers of dynamo's graphs; calls spellings.py.
 """
 
@@ -90,13 +90,14 @@ def part_of_result(node: Any, kind: str, index: int) -> Any:
 
 
 def source_of(node: Any, *kinds: str) -> Any:
-    """Return the tensor of which an operation of some kinds gives the numbers, in its dtype and on its device; None for
-    other nodes. "order" stands for views that keep the order of all elements."""
+    """Return the input of an operation of some kinds that returns the same numbers, dtype and device; else None.
+
+    The kind "order" stands for views that keep the order of all elements."""
     kind, named = kind_of(node), given(node)
     if is_in_place(node) or not (kind in kinds or ("order" in kinds and keeps_order(kind, named))):
         return None
     new, old = value_of(node), value_of(named["input"])
-    if new is None and kind != "cast":  # a view that a rewrite of ours has put there
+    if new is None and kind != "cast":  # a view that one of our rewrites has inserted
         return named["input"]
     both = isinstance(new, Tensor) and isinstance(old, Tensor)
     return named["input"] if both and (new.dtype, new.device) == (old.dtype, old.device) else None

@@ -5,8 +5,8 @@ between.
     values, ids = softmax(logits, float32).topk(A);  values / values.sum(-1, keepdim=True)
     = scores, ids, _, _, _ = moe_router(logits, top_k=A, ...)
 
-torch.topk is two launches, and no compiler fuses it with what is around it. The choice is the same but for equal
-probabilities, of which torch.topk takes any. Legend: T tokens, E experts, A = top_k.
+torch.topk is two launches, and no compiler fuses it with its surroundings. The choice is the same, except that
+torch.topk may take any of several equal probabilities. Legend: T tokens, E experts, A = top_k.
 """
 
 from __future__ import annotations
@@ -223,7 +223,7 @@ def _is_changed(program: Program, ids: fx.Node) -> bool:
 
 
 def _reason(scope: Scope, graph: _Graph, router: Router) -> str | None:
-    """Return why a router stays as it is; the gates stand in order."""
+    """Return why a router is not rewritten; None if it is. The checks run in this order."""
     match, positions, program = router.match, scope.positions, scope.program
     logits = value_of(match.logits)
     if is_in_a_function_transform(logits) or is_traceable_wrapper_subclass(logits):

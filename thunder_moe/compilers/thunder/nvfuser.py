@@ -270,8 +270,8 @@ class _Definition:
         self, proxy: TensorProxy, amax: float | None, offsets: TensorProxy, places: TensorProxy | None
     ) -> tuple[Any, ...]:
         """Return the rows as the kernel reads them: fp4 (M, K), e4m3 block scales swizzled and padded by expert, the
-        0-d factor that decodes both, the experts' first rows, and the first rows of their scales (`places`, where
-        given)."""
+        0-d factor that decodes both, the experts' first rows, and the first rows of their scales (`places`, if given).
+        """
         a, (m, k), (starts, _) = self.get(proxy), proxy.shape, self.starts_and_rows(offsets)
         scale_starts = self.scale_starts(offsets) if places is None else self.get(places)
         encode = self._encode_scale(proxy, a, amax, offsets)

@@ -259,7 +259,7 @@ def _saved(computation: Computation, site: Site, *operands: TensorProxy) -> tupl
 
 
 def _replace_quantized(packs: dict[tuple[Any, ...], _PackStep], quantized: Quantized) -> tuple[list[BoundSymbol], str]:
-    """Do the same for a call whose weight is in NVFP4 already: it stays as it is where nvFuser declines."""
+    """Replace a call whose weight is in NVFP4 already by nvFuser's; leave it unchanged if nvFuser declines."""
     bsym = quantized.bsym
     with_lora = bsym.sym.id == EXPERTS_LORA[NVFP4.name].id
     listed = nvfuser.is_listed(get_compile_data().executors_list)
@@ -383,7 +383,7 @@ def _fill_computation(
     unread = {weight.name for pack in packs for weight in pack.weights} - read
     proxies = [proxy for pack in packs for proxy in pack.packed]
     arguments = [arg for arg in old.args if arg.name not in unread] + proxies
-    # Thunder goes by its arguments to tell whether there is a backward, to which it might move what is changed.
+    # Thunder decides by the arguments whether there is a backward, to which it might move in-place changes.
     new.args = tuple(arguments if computation.has_gradients else map(without_gradient, arguments))
     new._siginfo.args = [(arg.name, None) for arg in arguments]
     out = [prims.unpack_trivial.bind(proxy, output=proxy, name=proxy.name) for proxy in proxies]

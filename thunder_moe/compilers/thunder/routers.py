@@ -119,7 +119,7 @@ def find_routers(computation: Computation) -> tuple[list[Router], list[RouterEnt
 
 
 def _router(computation: Computation, graph: _Graph, match: RouterMatch) -> Router | str:
-    """Return the router, or why it stays as it is. The gates, in order."""
+    """Return the router, or why it is not rewritten. The checks run in this order."""
     program, symbols = computation.program, graph.bound_symbols
     reason = reason_against_kernels(graph, match)
     if reason is not None:

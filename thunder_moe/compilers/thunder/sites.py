@@ -63,18 +63,18 @@ class Site:
 
     @property
     def operands(self) -> tuple[TensorProxy, TensorProxy, TensorProxy]:
-        """(rows, weight, offsets)."""
+        """Return (rows, weight, offsets)."""
         rows, weight, offsets = self.bsym.args[:3]
         return rows, weight, offsets
 
     @property
     def requires_grad(self) -> bool:
-        """Whether the weight does, in whatever mode."""
+        """True if the weight requires a gradient, in any grad mode."""
         return self.weight is not None and self.weight.requires_grad
 
 
 def find_sites(prologue: TraceCtx, computation: Computation) -> list[Site]:
-    """The grouped GEMMs of a trace, those inside of other symbols among them."""
+    """Return the grouped GEMMs of a trace, also those inside of other symbols."""
     names, sites = _qualified_names(prologue), []
     for position, bsym in enumerate(computation.bound_symbols):
         for call in _grouped_mms(bsym):
@@ -125,7 +125,7 @@ def _site(
 
 
 def trained_weights(computation: Computation) -> list[TensorProxy]:
-    """The weights of experts that the computation reads in a training forward."""
+    """Return the weights of experts that the computation reads in a training forward."""
     reads = [step.reads for step in computation.program.steps if step.grad_enabled or is_hidden_training_forward()]
     read = frozenset[object]().union(*reads)
     return [
@@ -226,7 +226,7 @@ _WITH_LORA = {symbol.id: BLOCK_FORMATS[format] for format, symbol in EXPERTS_LOR
 
 
 def find_quantized(prologue: TraceCtx, computation: Computation) -> list[Quantized]:
-    """The calls of a trace whose weights are packed already."""
+    """Return the calls of a trace whose weights are packed already."""
     names, found = _qualified_names(prologue), []
     for bsym in computation.bound_symbols:
         with_lora = bsym.sym.id in _WITH_LORA
@@ -259,11 +259,11 @@ def find_quantized(prologue: TraceCtx, computation: Computation) -> list[Quantiz
 
 
 def _is_static(proxy: TensorProxy) -> bool:
-    """Whether an argument is a parameter or buffer, with data that can be quantized ahead of the call."""
+    """True if an argument is a parameter or buffer, with data that can be quantized ahead of the call."""
     return isinstance(proxy, TensorProxy) and ProxyTag.STATIC_MEMORY_LOCATION in proxy.tags
 
 
 def _qualified_names(prologue: TraceCtx) -> dict[str, str]:
-    """Proxy name -> the name of the parameter or buffer that the prologue fetches into it."""
+    """Return a dict: proxy name -> the name of the parameter or buffer that the prologue fetches into it."""
     fetches = (PrimIDs.UNPACK_PARAMETER, PrimIDs.UNPACK_BUFFER)
     return {bsym.output.name: bsym.args[1] for bsym in prologue.bound_symbols if bsym.sym.id in fetches}

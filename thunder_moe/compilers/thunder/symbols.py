@@ -72,7 +72,7 @@ OPTION = "moe_format"  # of thunder.jit
 
 
 def decided_before(gemm: GroupedGemm, name: str) -> None:
-    """Leave a GEMM as it is: the value of `OPTION` for graphs that have been rewritten and reported already."""
+    """Leave a GEMM unchanged: the value of `OPTION` for graphs that have been rewritten and reported already."""
 
 
 class MoEExecutor(LateLookasides):
@@ -83,7 +83,7 @@ class MoEExecutor(LateLookasides):
         self._seen: weakref.WeakSet[Any] = weakref.WeakSet()
 
     def record(self, data: Any, decisions: list[Decision], others: Sequence[Others] = ()) -> None:
-        """Record what was decided in a compilation, unless that has happened before it."""
+        """Record what was decided in a compilation, unless its graph was reported before."""
         self._seen.add(data)
         if data.compile_options.get(OPTION) is not decided_before:
             record(data, decisions, others=others)
@@ -121,7 +121,7 @@ def register(
 
 
 def _meta(run: Callable[..., Any], signature: inspect.Signature | None = None) -> Callable[..., Any]:
-    """Return the meta function of a torch function; the signature is that by which Thunder fills in defaults."""
+    """Return the meta function of a torch function; Thunder fills in defaults by the signature."""
 
     def meta(*args: Any, **options: Any) -> Any:
         results = run(*map(_without_data, args), **options)

@@ -183,7 +183,7 @@ def _taken_by_thunder(node: fx.Node) -> Any:
 
 @cache
 def _marked(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that calls another one, with the mark by which Thunder's splitter knows what it can trace."""
+    """Return a function that calls another one, marked as traceable for Thunder's splitter."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
         return function(*args, **kwargs)
