@@ -27,7 +27,7 @@ GPT_OSS = dict(alpha=1.702, limit=1.5, up_shift=1.0)
 
 
 def make():
-    """(gate_up, down), and the float32 weights that they stand for."""
+    """Return (gate_up, down), and the float32 weights that they stand for."""
     gate_up = NVFP4Weight.concatenate(quantize(torch.randn(E, INNER, H)), quantize(torch.randn(E, INNER, H) * 2))
     down = quantize(torch.randn(E, H, INNER))
     return (gate_up, down), [dequantize(*weight.tensors()) for weight in (gate_up, down)]
@@ -226,7 +226,7 @@ def test_equals_its_operators(backend, dtype, weight_on_input):
 
 @pytest.mark.parametrize("wanted", list(itertools.product([False, True], repeat=4)))
 def test_any_of_the_gradients(wanted):
-    """Those that are asked for, equal to those of the operators one after the other."""
+    """The requested gradients equal the gradients of the operators one after the other."""
     weights, _ = make()
     ids, scores = make_routing()
     leaves = [torch.randn(T, H), scores, torch.randn(E, 2 * INNER), torch.randn(E, H)]
@@ -345,7 +345,7 @@ def test_nothing_to_do(backend, tokens, top_k):
 
 @pytest.mark.parametrize("backend", ["cpu", "reference", "w4a4"])
 def test_weights_without_rows(backend):
-    """N = 0 gives results without columns; E = 0 and K = 0 are errors wherever a weight is made or used."""
+    """N = 0 gives results without columns; E = 0 and K = 0 are errors when a weight is made or used."""
     empty = operands(quantize(torch.randn(2, 0, 48)))
     offsets, ops = torch.tensor([2, 5], dtype=torch.int32), torch.ops.thunder_moe
     slots = torch.zeros(3, 1, dtype=torch.int32)
@@ -472,7 +472,7 @@ def test_gradients_of_rows_that_several_slots_share():
 
 
 def views(tensor):
-    """The same numbers: every second of a larger tensor's, transposed in memory, not at the start of a storage."""
+    """Return views of the same numbers: strided by 2, transposed in memory, and not at the start of a storage."""
     large = torch.full([2 * size for size in tensor.shape], 7).to(tensor.dtype)
     halves = large[tuple(slice(None, None, 2) for _ in tensor.shape)]
     halves.copy_(tensor)

@@ -31,7 +31,7 @@ class SwiGLUGraph(Operations, Protocol):
 
     @property
     def operations(self) -> Iterable[Any]:
-        """Return all of them, in order."""
+        """Return all operations, in order."""
 
     @property
     def sites(self) -> Mapping[Any, Any]:

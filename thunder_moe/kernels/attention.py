@@ -1,10 +1,10 @@
 """Tells whether torch's attention reads the keys and values of grouped heads without repeating them: cuDNN's does.
 Called by compilers/dynamo/attention.py and integrations/huggingface/attention.py; calls torch.
 
-scaled_dot_product_attention(enable_gqa=True) with a mask is cuDNN's, where torch prefers that (SM90 and SM100), or else
-plain PyTorch, which repeats them. H200, 32 heads that share 4 of 128 numbers, one new token and 576 keys, at batch
-1 / 32 / 128: enable_gqa by cuDNN 12 / 16 / 53 us, the heads of a group as rows of the query 22 / 25 / 71, repeated 26 /
-402 / 1529.
+scaled_dot_product_attention(enable_gqa=True) with a mask runs cuDNN where torch prefers it (SM90 and SM100), otherwise
+plain PyTorch, which repeats the keys. H200, 32 heads that share 4 key heads of width 128, one new token, 576 keys, at
+batch 1 / 32 / 128: enable_gqa by cuDNN 12 / 16 / 53 us, the heads of a group as rows of the query 22 / 25 / 71,
+repeated keys 26 / 402 / 1529.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def cudnn_groups_heads_of(
     device: str, dtype: torch.dtype, mask_dtype: torch.dtype, heads: int, key_heads: int, width: int, value_width: int,
     queries: int,
 ) -> bool:  # fmt: skip
-    """`cudnn_groups_heads`, where there are no tensors yet but a compiler's: of some with these sizes.
+    """Return `cudnn_groups_heads` for tensors of these sizes, for compilers that have no tensors yet.
 
     Args:
         device: "cuda", "cuda:1", ...

@@ -1,4 +1,4 @@
-"""`ForkLock`: a lock that a forked process finds open, whatever threads of its parent held it at the time.
+"""`ForkLock`: a lock that a forked process finds open, even if a thread of its parent held it at the time.
 Called by weight_cache, kernels.cpu and kernels.cuda.chain; calls os.register_at_fork, which Windows lacks.
 """
 

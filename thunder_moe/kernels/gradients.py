@@ -35,7 +35,7 @@ def grouped_swiglu(
     needs: Needs,
     gate_up: Tensor | None = None,
 ) -> Gradients:
-    """Gradient (M, I) of `grouped_swiglu`'s output -> those of activation, slot_scale and bias.
+    """Return the gradients of activation, slot_scale and bias, from the gradient (M, I) of `grouped_swiglu`'s output.
 
     Recomputes gate and up (M, 2I) where they are not given, so that none is kept for it. Rows of no expert have zero
     gradients.
@@ -79,7 +79,7 @@ def grouped_mm_combine(
     gemms: Gemms,
     needs: Needs,
 ) -> Gradients:
-    """Gradient (T, N) of `grouped_mm_combine`'s output -> those of activation, slot_weight and bias.
+    """Return the gradients of activation, slot_weight and bias, from (T, N) of `grouped_mm_combine`'s output.
 
     Recomputes the GEMM for the gradient of slot_weight. Slots without a row of an expert have zero gradients.
     """
@@ -89,8 +89,8 @@ def grouped_mm_combine(
     grad_activation = grad_weight = grad_bias = None
     if needs[0] or needs[2]:
         weighted = grad_slot if slot_weight is None else grad_slot * slot_weight.flatten()[:, None]
-        # Added up, not copied: several slots may have the same row. Those without one add zeros anywhere, and there is
-        # a row for them if there is no other.
+        # Added up, not copied: several slots may have the same row. Slots without a row add zeros to any row; an extra
+        # row takes them if there are no others.
         row = torch.where(live, slot_row.flatten(), torch.arange(slots, device=grad.device) % (rows + 1))
         weighted = torch.where(live[:, None], weighted, 0)
         grad_row = weighted.new_zeros(rows + 1, grad.shape[1]).index_add(0, row, weighted)[:rows]
@@ -108,7 +108,7 @@ def grouped_mm_combine(
 
 
 def bias_grad(grad: Tensor, offsets: Tensor) -> Tensor:
-    """Gradient (M, N) of rows -> float32 (E, N): the sum of each expert's rows in a fixed order, by the operator."""
+    """Sum each expert's rows of the gradient (M, N) in a fixed order, by the operator: -> float32 (E, N)."""
     out: Tensor = torch.ops.thunder_moe.grouped_bias_grad(grad, offsets)
     return out
 
@@ -127,7 +127,7 @@ def moe_experts(
     down: Gemms,
     needs: Needs,
 ) -> Gradients:
-    """Gradient (T, H) of the output of a layer's experts -> those of hidden_states, expert_weights and the biases.
+    """Return the gradients of hidden_states, expert_weights and the biases, from (T, H) of the layer's output.
 
     Recomputes all between hidden_states and the down GEMM, so that nothing of (M, 2I) or (M, I) is kept for it.
     """
@@ -151,6 +151,6 @@ def moe_experts(
 
 
 def _sum_per_slot(of_row: Tensor, row_slot: Tensor) -> Tensor:
-    """Puts what each row (M, ...) has in its slot; of rows with the same slot the sum."""
+    """Put each row (M, ...) into its slot; rows with the same slot are added."""
     slot = row_slot.clamp(0, max(row_slot.shape[0] - 1, 0))
     return torch.zeros_like(of_row).index_add(0, slot, of_row)

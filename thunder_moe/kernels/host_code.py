@@ -105,7 +105,7 @@ def compile_library(sources: Sequence[Path], options: Sequence[str], libraries: 
 
 @contextlib.contextmanager
 def _build_directory() -> Iterator[Path]:
-    """Make a directory for one build, which is removed; remove those of this user's builds that were killed."""
+    """Make a directory for one build, and remove it afterwards; also remove leftovers of this user's killed builds."""
     place = Path(tempfile.gettempdir())
     # Not every file system tells one machine of the locks of another.
     builds = place / f"thunder_moe_{getattr(os, 'getuid', int)()}_{platform.node()}"

@@ -79,7 +79,7 @@ class GemmSpec:
 
     @property
     def features(self) -> int:
-        """Columns of the result."""
+        """Return the columns of the result."""
         return self.n if self.activation is None else self.n // 2
 
 
@@ -127,12 +127,12 @@ class ExpertsSpec:
 
     @property
     def rows(self) -> int:
-        """M."""
+        """Return M."""
         return self.tokens * self.top_k
 
     @property
     def gate_up_gemm(self) -> GemmSpec:
-        """The first GEMM."""
+        """Return the first GEMM."""
         return GemmSpec(
             self.rows, self.num_experts, 2 * self.intermediate_size, self.hidden_size, self.dtype, self.gate_up,
             self.target, self.top_k, self.weights if self.weight_on_input else None, self.gate_up_bias, self.activation,
@@ -140,7 +140,7 @@ class ExpertsSpec:
 
     @property
     def down_gemm(self) -> GemmSpec:
-        """The second GEMM."""
+        """Return the second GEMM."""
         return GemmSpec(
             self.rows, self.num_experts, self.hidden_size, self.intermediate_size, self.dtype, self.down, self.target,
             bias=self.down_bias,

@@ -49,8 +49,7 @@ def check_experts(state_dict: dict[str, Any], prefix: str, linear: nn.Module) ->
 
 
 def one_per_weight(state_dict: dict[str, Any], prefix: str, linear: nn.Module) -> dict[str, Any]:
-    """Return a state dict for one linear, whichever form it has there, without the `_extra_state` that
-    TransformerEngine has.
+    """Return a state dict with one tensor per weight for a linear, without TransformerEngine's `_extra_state`.
 
     Raises:
         ValueError: as `check_experts`.

@@ -401,8 +401,7 @@ class PackedModule(AdaptableLinear):
         return {name: value for name, value in vars(self).items() if name != "_place"}
 
     def _fit_device(self, before: torch.device) -> None:
-        """Convert the weights to the layout of the device that they were moved to; with a fixed layout that is slow
-        there, warns."""
+        """Convert the weights to the layout of the device that they were moved to; warn if a fixed layout is slow there."""
         device, layout, sizes = self.qdata.device, self.layout, (self.out_features, self.in_features)
         if device.type == "meta":
             return

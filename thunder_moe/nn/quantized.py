@@ -149,9 +149,9 @@ def calls_only_its_class(module: nn.Module, cls: type[Module]) -> TypeGuard[Modu
 
 
 def weights_to_fuse(experts: nn.Module) -> tuple[PackedWeight, PackedWeight] | None:
-    """Return the weights (gate and up, down) of a `NVFP4GroupedSwiGLU`, for an operator that does what it and its
-    linears do; None for other modules, for weights in two number formats, and where hooks or forwards of their own have
-    to run."""
+    """Return the weights (gate and up, down) of a `NVFP4GroupedSwiGLU`, for one operator that replaces its linears.
+
+    None for other modules, for weights in two number formats, and if hooks or overridden forwards have to run."""
     if not calls_only_its_class(experts, NVFP4GroupedSwiGLU):
         return None
     gate_up: nn.Module = experts.gate_up_proj

@@ -85,7 +85,7 @@ def register_training_operator(
 
 
 def needs_gradient(ctx: Any, count: int) -> tuple[bool, ...]:
-    """Return which of an operator's first arguments need a gradient; the dispatcher leaves out those that have their
+    """Return which of an operator's first arguments need a gradient; the dispatcher leaves out arguments at their
     defaults."""
     return (*ctx.needs_input_grad, *(False,) * count)[:count]
 

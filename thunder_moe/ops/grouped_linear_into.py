@@ -235,8 +235,7 @@ def _put(grad: Tensor, buffer: Tensor | None, offsets: Tensor) -> Tensor:
 
 
 def run_waiting(waiting: deque[Waiting], main_grad: bool) -> None:
-    """Compute the oldest weight gradient that waits and adds it to its weight's, as autograd would have; nothing when
-    none does.
+    """Compute the oldest waiting weight gradient and add it to its weight's, like autograd; do nothing if none waits.
 
     Raises:
         ValueError: the weight requires no gradient any more, or what `_weight_gradient` says of main_grad.
@@ -279,8 +278,8 @@ class _Visit(torch.autograd.Function):
 
 
 def _weight_gradient(weight: Tensor, rows: Tensor, grad: Tensor, offsets: Tensor, main_grad: bool) -> Tensor | None:
-    """Return the gradient for autograd; with main_grad it goes there, and autograd gets none, or zeros that fire the
-    hooks of a parameter with `grad_added_to_main_grad`.
+    """Return the gradient for autograd. With main_grad, add it there and return None, or zeros that fire the hooks of
+    a parameter with `grad_added_to_main_grad`.
 
     Raises:
         ValueError: main_grad is missing, or not float32, contiguous and of the weight's shape and device.

@@ -111,7 +111,7 @@ def moe_router(
     mask_to_zero: bool = False,
     scores_dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Choose the experts of each token, and sorts the tokens' slots by expert for grouped GEMMs.
+    """Choose the experts of each token, and sort the tokens' slots by expert for grouped GEMMs.
 
     s = softmax or sigmoid of the logits -> the top_k experts by s + bias, within the best groups -> w = s of those
     -> w / max(sum(w) + epsilon, least_sum) -> w * scale. All in float32, rounded once, to `scores_dtype`. The softmax

@@ -128,7 +128,7 @@ class GroupedMLP(nn.Module):
         return result
 
     def backward_dw(self) -> None:
-        """Compute the oldest weight gradient that waits of either projection; does nothing when none does.
+        """Compute the oldest waiting weight gradient of either projection; do nothing if none waits.
 
         Raises:
             ValueError, RuntimeError: as `GroupedLinear.backward_dw`.

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.filterwarnings(f"ignore::{RewriteWarning.__module__}.{R
 
 @pytest.fixture
 def targets():
-    """Names of what the inner compiler "listing" gets to see."""
+    """Return the names of what the inner compiler "listing" gets to see."""
     seen = []
 
     def listing(gm, inputs):
@@ -34,7 +34,7 @@ def targets():
 
 
 def routing(targets):
-    """The routing operators among them."""
+    """Return the routing operators among them."""
     return [name.split(".")[1] for name, _ in targets if name.startswith("thunder_moe.moe_rout")]
 
 

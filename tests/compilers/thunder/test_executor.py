@@ -36,7 +36,7 @@ def symbols(compiled, traces=thunder.last_traces):
 
 
 def decoded(model):
-    """The same model with its expert weights rounded to NVFP4: what a rewritten one has to compute."""
+    """Return the model with its expert weights rounded to NVFP4: a rewritten model has to compute the same."""
     return dequantize_(quantize_(copy.deepcopy(model)))
 
 
@@ -73,7 +73,7 @@ def test_function_prologue_pruning_and_default_executors(moe, x):
 
 
 def gradients(model, x):
-    """The gradients through a compiled model, and what thunder.jit returned."""
+    """Return the gradients through a compiled model, and what thunder.jit returned."""
     x = x.detach().requires_grad_()
     compiled = jit(model)
     compiled(x).float().pow(2).mean().backward()

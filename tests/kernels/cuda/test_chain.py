@@ -51,7 +51,7 @@ def driver(monkeypatch):
 
 
 def gather_chain(*, blocks=12, multiprocessors=None):
-    """Takes x (3, 4) and row_slot int32 (6,), returns what one kernel writes."""
+    """Run one kernel on x (3, 4) and row_slot int32 (6,), and return what it writes."""
     builder = ChainBuilder(CPU)
     x, slots = builder.operand((3, 4), torch.bfloat16), builder.operand((6,), torch.int32, align=1)
     out = builder.result((6, 4), torch.bfloat16)

@@ -1,4 +1,4 @@
-"""CUDA GEMMs of 4-bit weights with those of a LoRA adapter, run by the emulator on a CPU, and on a GPU.
+"""Tests CUDA GEMMs of 4-bit weights fused with a LoRA adapter's, by the emulator on a CPU, and on a GPU.
 Called by pytest, with -m gpu on a GPU; judged by float64 products.
 """
 
@@ -22,7 +22,7 @@ WGMMA = {name: config for name, config in TILED_CONFIGS.items() if config.kernel
 
 @pytest.fixture
 def device(request, device):
-    """Of compute capability 9.0."""
+    """Return a device of compute capability 9.0."""
     if device == "cpu":
         request.getfixturevalue("hopper")
     elif torch.cuda.get_device_capability() != (9, 0):
@@ -31,7 +31,7 @@ def device(request, device):
 
 
 def operands(device, dtype, n, k, rank, *, transposed=False, ends=ENDS):
-    """A 4-bit weight in tiles and its values; rows, their product with A, and B. The rows past the end are NaN.
+    """Return a 4-bit weight in tiles and its values; rows, their product with A, and B. The rows past the end are NaN.
 
     transposed: a gradient, its product with B, and A in place of the last three.
     """
@@ -48,7 +48,7 @@ def operands(device, dtype, n, k, rank, *, transposed=False, ends=ENDS):
 
 
 def expected(x, exact, inner, b, *, ends=ENDS):
-    """float64, of the rows that experts have."""
+    """Return the float64 result of the rows that experts have."""
     parts = []
     for expert, (begin, end) in enumerate(zip((0, *ends), ends, strict=False)):
         part = x[begin:end].double() @ exact[expert].double().T
@@ -199,7 +199,7 @@ def test_gather_of_a_high_rank_with_little_shared_memory(emulated):
 
 @pytest.mark.parametrize("rank", others_slow([8, 16], [8]))
 def test_reads_nothing_beyond_its_operands(emulated, hopper, monkeypatch, rank):
-    """What lies beyond is memory that faults."""
+    """Memory beyond the operands faults."""
     dtype, offsets = torch.bfloat16, guarded(torch.tensor(ENDS, dtype=torch.int32))
     weight, exact, x, inner, b = operands("cpu", dtype, 192, 320, rank)
     x, inner, b = (guarded(each) for each in (x[: ENDS[-1]].clone(), inner[: ENDS[-1]].clone(), b))

@@ -1,5 +1,5 @@
 """CUDA GEMMs of MXFP8 weights in both layouts, run by the emulator and judged by tests/oracle.py.
-Called by pytest; emulated launches replace those of kernels/cuda/launch.py, all else is the backend's own code.
+Called by pytest; emulated launches replace kernels/cuda/launch.py, all else is the backend's own code.
 
 The kernels are NVFP4's but for the decoding, so one configuration of each kernel is enough here.
 """
@@ -42,7 +42,7 @@ def decoded(weight):
 
 
 def make(n, k, exponents=(-60, 30)):
-    """Weights of magnitudes that differ by experts, with the extremes of E4M3 in places that count."""
+    """Return weights of magnitudes that differ by experts, with the extremes of E4M3 in places that count."""
     weight = quantize(torch.randn(4, n, k) * 2.0 ** torch.linspace(*exponents, 4)[:, None, None])
     codes = weight.qdata.view(torch.uint8)
     codes[:, 0, :10] = torch.tensor([0, 1, 7, 8, 0x7E, 0x80, 0x81, 0x87, 0x88, 0xFE], dtype=torch.uint8)
@@ -50,7 +50,7 @@ def make(n, k, exponents=(-60, 30)):
 
 
 def errors(out, expected):
-    """Of each expert's rows alone: their magnitudes differ."""
+    """Return the errors of each expert's rows alone: their magnitudes differ."""
     starts = (0, *OFFSETS[:-1])
     return [relative_error(out[a:b], expected[a:b]) for a, b in zip(starts, OFFSETS, strict=True) if b > a]
 

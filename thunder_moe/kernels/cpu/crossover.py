@@ -75,7 +75,7 @@ class Limits:
 def limits_are(limits: Limits) -> Iterator[None]:
     """Sets the limits of all dtypes and threads while the context is open, instead of those that were measured.
 
-    A kernel that the CPU or the dtype lacks is not taken, whatever its limit.
+    A kernel that the CPU or the dtype lacks is never taken.
     """
     global _forced
     before, _forced = _forced, limits
@@ -86,7 +86,7 @@ def limits_are(limits: Limits) -> Iterator[None]:
 
 
 def limits_by_hand() -> Limits | None:
-    """The limits that an open `limits_are` sets."""
+    """Return the limits that an open `limits_are` sets."""
     return _forced
 
 
@@ -98,15 +98,15 @@ def limits_for(
     machine: str,
     format: str = "",
 ) -> Limits:
-    """The limits for a dtype: those of this process, else those of the file, else measured.
+    """Return the limits for a dtype: already used in this process, else read from the file, else measured.
 
     Args:
         dtype: of the activations.
-        kernels: name -> limits with which all rows take that kernel; of SLICES there is one.
+        kernels: name -> limits with which all rows take that kernel; exactly one of SLICES is among them.
         seconds: dtype, rows, limits -> the time of one product; math.inf where the kernel fails.
         file: where limits are kept, by machine and dtype.
         machine: the CPU's name.
-        format: of the weights, where it is not NVFP4.
+        format: the weights' number format; "" for NVFP4.
     """
     # oneDNN's kernels may be absent, by a flag or an environment variable.
     name = f"{dtype}{' ' + format if format else ''}: {', '.join(sorted(kernels))}"
@@ -147,7 +147,7 @@ def measure(
     kernels: Mapping[str, Limits],
     seconds: Callable[[torch.dtype, int, Limits], float],
 ) -> dict[int, dict[str, float]]:
-    """rows -> kernel -> the least seconds of a few rounds, in which the kernels take turns."""
+    """Return rows -> kernel -> the least seconds of a few rounds; the kernels take turns in each round."""
     times: dict[int, dict[str, float]] = {}
     for rows in ROWS:
         running = {
@@ -162,7 +162,7 @@ def measure(
 
 
 def best_limits(times: Mapping[int, Mapping[str, float]]) -> Limits:
-    """The limits whose kernels take least time, as the geometric mean over the numbers of rows that were measured."""
+    """Return the limits whose kernels take the least time, as the geometric mean over the measured numbers of rows."""
     rows = sorted(times)
     names = set().union(*times.values())
     many = next((name for name in ("panel", "mm") if name in names), None)
@@ -192,7 +192,7 @@ def best_limits(times: Mapping[int, Mapping[str, float]]) -> Limits:
 
 
 def _between(rows: list[int], start: int) -> int:
-    """The number of rows half way between the one measured before `start` and `start`."""
+    """Return the number of rows half way between the one measured before `start` and `start`."""
     if start == NEVER:
         return NEVER
     before = max((row for row in rows if row < start), default=start - 1)
@@ -200,7 +200,7 @@ def _between(rows: list[int], start: int) -> int:
 
 
 def _read(file: pathlib.Path) -> dict[str, dict[str, list[int]]]:
-    """machine -> dtype -> numbers; without what a file that was damaged, or is not this user's, holds instead."""
+    """Return machine -> dtype -> numbers, without the entries of a file that was damaged or is not this user's."""
     try:
         contents = json.loads(code_cache.read_own(file))
     except OSError:
@@ -221,6 +221,6 @@ def _are_numbers(numbers: object) -> bool:
 
 
 def _write(file: pathlib.Path, contents: Mapping[str, object]) -> None:
-    """A directory that cannot be written is not an error."""
+    """Write the file; a directory that cannot be written is not an error."""
     with contextlib.suppress(OSError):
         code_cache.replace(file, json.dumps(contents, indent=1).encode())

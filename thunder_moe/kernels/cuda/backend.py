@@ -85,7 +85,7 @@ def unavailable_reason(device: torch.device | None = None) -> str | None:
 def grouped_mm(
     activation: Tensor, weight: PackedWeight, offsets: Tensor, *, config: GemmConfig | None = None
 ) -> Tensor:
-    """(M, K) rows sorted by expert, offsets (E,) row ends -> (M, N) in the activation's dtype."""
+    """Multiply (M, K) rows sorted by expert, with offsets (E,) of row ends: -> (M, N) in the activation's dtype."""
     if _runs_on_reference(activation, weight):
         return reference.grouped_mm(activation, weight.to_layout(LINEAR), offsets)
     rows = activation.shape[0]
@@ -109,7 +109,7 @@ def grouped_swiglu(
     *,
     config: GemmConfig | None = None,
 ) -> Tensor:
-    """Rows (M, K), or tokens (T, K) with row_slot (M,); weight (E, 2I, K) with the gate's rows first -> (M, I)."""
+    """Return (M, I) of rows (M, K), or of tokens (T, K) with row_slot (M,); weight (E, 2I, K) has gate rows first."""
     if _runs_on_reference(activation, weight):
         return reference.grouped_swiglu(activation, weight.to_layout(LINEAR), offsets, row_slot, slot_scale, bias, form)
     rows, features = (activation if row_slot is None else row_slot).shape[0], weight.shape[1] // 2
@@ -134,7 +134,7 @@ def grouped_mm_combine(
     slot_weight: Tensor | None,
     bias: Tensor | None,
 ) -> Tensor:
-    """(M, K) -> (T, N): each slot's row, plus bias (E, N), times slot_weight (T, A), summed per token."""
+    """Multiply (M, K) -> (T, N): each slot's row, plus bias (E, N), times slot_weight (T, A), summed per token."""
     if _runs_on_reference(activation, weight):
         return reference.grouped_mm_combine(activation, weight.to_layout(LINEAR), offsets, slot_row, slot_weight, bias)
     rows, n = activation.shape[0], weight.shape[1]
@@ -190,7 +190,7 @@ def moe_experts(
 
 
 def grouped_mm_dgrad(grad: Tensor, weight: PackedWeight, offsets: Tensor) -> Tensor:
-    """Gradient (M, N) of `grouped_mm`'s output -> gradient (M, K) of its activation."""
+    """Return the gradient (M, K) of `grouped_mm`'s activation, from the gradient (M, N) of its output."""
     _, n, k = weight.shape
     if grad.dtype == torch.float32:
         _warn_of_reference("gradients of activations in float32", grad, weight, "train in bfloat16 or float16")
@@ -215,7 +215,7 @@ def _warn_of_odd_features(n: int) -> None:
 def mm(
     activation: Tensor, weight: PackedWeight, bias: Tensor | None = None, *, config: GemmConfig | None = None
 ) -> Tensor:
-    """(M, K), a weight (1, N, K), bias (N,) -> (M, N) in the activation's dtype: one group that ends at M."""
+    """Multiply (M, K) by a weight (1, N, K), plus bias (N,): -> (M, N) in the activation's dtype, as one group of M."""
     if _runs_on_reference(activation, weight):
         return reference.mm(activation, weight.to_layout(LINEAR), bias)
     rows, n = activation.shape[0], weight.shape[1]
@@ -228,7 +228,7 @@ def mm(
 
 
 def mm_dgrad(grad: Tensor, weight: PackedWeight) -> Tensor:
-    """Gradient (M, N) of `mm`'s output -> gradient (M, K) of its activation."""
+    """Return the gradient (M, K) of `mm`'s activation, from the gradient (M, N) of its output."""
     if _runs_on_reference(grad, weight):
         return reference.mm_dgrad(grad, weight.to_layout(LINEAR))
     with torch.autocast("cuda", enabled=False):
@@ -236,8 +236,8 @@ def mm_dgrad(grad: Tensor, weight: PackedWeight) -> Tensor:
 
 
 def combine(rows: Tensor, slot_row: Tensor, slot_weight: Tensor | None, *, out: Tensor | None = None) -> Tensor:
-    """(M, N) -> (T, N), contiguous and in `out` where it is given: each slot's row, times slot_weight (T, A), summed
-    per token."""
+    """Sum (M, N) -> (T, N), contiguous and in `out` where it is given: each slot's row, times slot_weight (T, A),
+    summed per token."""
     if rows.numel() == 0 or slot_row.numel() == 0:
         return rows.new_zeros(slot_row.shape[0], rows.shape[1]) if out is None else out.zero_()
     summed: Tensor = operators.run("combine", aligned(rows), slot_row.contiguous(), as_kernel_float(slot_weight), out)
@@ -252,7 +252,7 @@ def swiglu(
     bias: Tensor | None,
     form: SwiGLUConfig,
 ) -> Tensor:
-    """(M, 2I) of a GEMM -> (M, I): times slot_scale, plus bias (E, 2I), then the activation, in float32."""
+    """Activate (M, 2I) of a GEMM -> (M, I): times slot_scale, plus bias (E, 2I), then the activation, in float32."""
     rows, features = gate_up.shape[0], gate_up.shape[1] // 2
     out = gate_up.new_empty(rows, features)
     if out.numel() == 0:
@@ -284,7 +284,7 @@ def dequantize(weight: PackedWeight, dtype: torch.dtype) -> Tensor:
 
 
 def route(expert_ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
-    """(T, A) -> row_slot int32 (M,), offsets int32 (E,), slot_row int32 (T, A)."""
+    """Sort slots by expert: (T, A) -> row_slot int32 (M,), offsets int32 (E,), slot_row int32 (T, A)."""
     if expert_ids.numel() == 0 or num_experts > MAX_EXPERTS:
         return reference.route(expert_ids, num_experts)
     order: tuple[Tensor, Tensor, Tensor] = operators.run("moe_route", expert_ids.contiguous(), num_experts)
@@ -294,7 +294,7 @@ def route(expert_ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]
 def router(
     logits: Tensor, bias: Tensor | None, form: RouterConfig, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """(T, E), (E,) -> scores (T, A) in a dtype, ids int64 (T, A), row_slot, offsets and slot_row, as `moe_router`."""
+    """Route (T, E), (E,) -> scores (T, A) in a dtype, int64 ids (T, A), row_slot, offsets, slot_row (`moe_router`)."""
     reason = routers.unserved_reason(logits.shape[1], form)
     if reason is not None:
         warn_once(("router", reason), f"no CUDA kernel serves a router with {reason}: plain torch, about ten launches")
@@ -315,7 +315,7 @@ def linear_router(
     logits_dtype: torch.dtype,
     dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """(T, H), (E, H) -> what `router` gives for the logits, and the logits (T, E), as `moe_linear_router`."""
+    """Route (T, H), (E, H) -> the results of `router`, and the logits (T, E), like `moe_linear_router`."""
     if not routers.serves_linear((hidden.shape[0], weight.shape[0]), hidden.shape[1], form, hidden.dtype):
         return routing.linear_router(hidden, weight, linear_bias, bias, form, logits_dtype, dtype, choose=router)
     dtypes = dict(logits_dtype=logits_dtype, scores_dtype=dtype)
@@ -327,7 +327,7 @@ def linear_router(
 
 
 def row_starts(offsets: Tensor, rows: int) -> Tensor:
-    """Offsets (E,) -> int32 (E + 1,): 0 and the offsets, clamped so that they never decrease nor exceed `rows`.
+    """Return int32 (E + 1,): 0 and the offsets (E,), clamped so that they never decrease nor exceed `rows`.
 
     For torch's grouped GEMM, which trusts its offsets.
     """
@@ -364,7 +364,7 @@ def _warn_of_reference(what: str, activation: Tensor, weight: PackedWeight, reme
 
 
 def to_tiled(weight: Packed) -> Packed:
-    """A weight in layout "linear" in layout "tiled_64x64", as `PackedWeight.to_layout` gives it.
+    """Return a weight in layout "linear" in layout "tiled_64x64", as `PackedWeight.to_layout` gives it.
 
     The callers have checked that the layout fits.
     """
@@ -382,8 +382,7 @@ def to_tiled(weight: Packed) -> Packed:
 def launch_per_block(
     kernels: tuple[str, ...], tensors: tuple[Tensor | None, ...], shape: tuple[int, ...], block_size: int
 ) -> None:
-    """Launches kernels one after the other of src/quantize.cu on the tensors of a weight (E, N, K), a thread for
-    each block of weights."""
+    """Launch kernels of src/quantize.cu in turn on the tensors of a weight (E, N, K), one thread per block."""
     experts, n, k = shape
     (device,) = {tensor.device for tensor in tensors if tensor is not None}
     threads = n * (k // block_size)  # of an expert
@@ -400,21 +399,21 @@ def _prefill_strategy(weight: PackedWeight, rows: int) -> str | None:
 
 
 def _for_rows(weight: Packed, rows: int, config: GemmConfig | None = None) -> Packed:
-    """The weight in the layout in which so many rows are multiplied, for a given configuration in its layout."""
+    """Return the weight in the layout of a given configuration, or else in the layout for so many rows."""
     if config is not None:
         return weight.to_layout(config.layout)
     return to_tiled(weight) if _prefill_strategy(weight, rows) == prefill.RETILE_FIRST else _readable(weight)
 
 
 def _readable(weight: Packed) -> Packed:
-    """The weight in a layout that kernels read."""
+    """Return the weight in a layout that kernels read."""
     return weight if weight.layout == TILED else to_linear(weight)
 
 
 def _run(
     name: str, weight: PackedWeight, config: GemmConfig | None, *args: Any, form: SwiGLUConfig | None = None
 ) -> Tensor:
-    """The result of an operator of packed weights."""
+    """Return the result of an operator of packed weights."""
     options: dict[str, Any] = dict(layout=weight.layout, **({} if form is None else _form_options(form)))
     if config is not None:
         options["config"] = config
@@ -423,10 +422,10 @@ def _run(
 
 
 def _form_options(form: SwiGLUConfig) -> dict[str, float | None]:
-    """The options of an activation as operators have them: a limit of 7, from a config, is 7.0."""
+    """Return the options of an activation for operators, as floats: a limit of 7, from a config, becomes 7.0."""
     return {name: None if value is None else float(value) for name, value in vars(form).items()}
 
 
 def _name(name: str, weight: PackedWeight) -> str:
-    """The whole name of an operator, for the format of a weight."""
+    """Return the whole name of an operator, for the format of a weight."""
     return f"f16a_{weight.format.name}weight_{name}"

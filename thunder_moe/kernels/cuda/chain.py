@@ -52,7 +52,7 @@ class Address(NamedTuple):
     offset: int = 0
 
     def behind(self, offset: int) -> Address:
-        """The address so many bytes behind this one."""
+        """Return the address so many bytes behind this one."""
         return self._replace(offset=self.offset + offset)
 
 
@@ -162,7 +162,7 @@ class ChainBuilder:
         self._launches.append((int(kernel.function), config, bytes(content), patches, maps, kernel))
 
     def build(self) -> Chain:
-        """The chain."""
+        """Return the chain."""
         functions = launch.current_stream, nvrtc.bind_context, _tensor_map, nvrtc.raise_error, self._index
         chain: Chain = _extension().build(
             self._operands, self._options, self._results, self._launches, self._semaphores, self._scratch,
@@ -172,7 +172,7 @@ class ChainBuilder:
 
 
 def launched(chain: Chain | Any, *operands: Any, **options: Any) -> Any:
-    """The result of a chain for operands and options that have to be of its kind.
+    """Return the result of a chain for operands and options that have to be of its kind.
 
     Raises:
         ValueError: they are not.
@@ -226,7 +226,7 @@ _LOCK = ForkLock()
 
 
 def _extension() -> Any:
-    """The compiled chain.cpp, by the first thread that asks."""
+    """Return the compiled chain.cpp, by the first thread that asks."""
     with _LOCK:
         return _load_extension()
 

@@ -1,4 +1,4 @@
-"""Which CUDA kernel runs a grouped GEMM, with which template parameters: the best measured one, else one by rule.
+"""Chooses the CUDA kernel of a grouped GEMM and its template parameters: the best measured ones, else by rule.
 Called by plan.py, operators.py and low_rank.py beside it, and by benchmarks/suites/tune.py, which writes configs.json;
 calls arguments.py.
 """
@@ -121,18 +121,18 @@ class GemmConfig:
 
     @property
     def sources(self) -> tuple[Path, ...]:
-        """The files that make up the kernel's source."""
+        """Return the files that make up the kernel's source."""
         files = "ptx.cuh", f"{self.format}.cuh", "grouped_mm.cuh", *_FILES[self.kernel]
         return COMMON, *(COMMON.with_name(file) for file in files)
 
     @property
     def argument(self) -> type[ctypes.Structure]:
-        """The struct that the kernel takes."""
+        """Return the struct that the kernel takes."""
         return TmaGemmArguments if self.kernel in ("tiled_wgmma", "tiled_cluster") else GemmArguments
 
     @property
     def layout(self) -> str:
-        """The layout of weights that the kernel reads."""
+        """Return the layout of weights that the kernel reads."""
         return TILED if self.kernel.startswith("tiled") else LINEAR
 
     @property
@@ -150,7 +150,7 @@ class GemmConfig:
 
     @property
     def least_k(self) -> int:
-        """The least K that gives work to every warp along K."""
+        """Return the least K that gives work to every warp along K."""
         return self.warps_k * CHUNK if self.layout != TILED else self.splits * self.warps_k * self.depth * 64
 
     def fitted(self, k: int) -> GemmConfig:
@@ -168,7 +168,7 @@ class GemmConfig:
 
     @property
     def partial_sums(self) -> int:
-        """Float32 accumulators of a tile, which blocks that share it exchange."""
+        """Return the number of float32 accumulators of a tile, which blocks that share it exchange."""
         return self.warps_n * self.row_blocks * self.token_blocks * 512
 
     @property
@@ -182,7 +182,7 @@ class GemmConfig:
 
     @property
     def _other_bytes(self) -> int:
-        """Alignment of the stages, and what lies behind them.
+        """Return the bytes for the alignment of the stages, and for what lies behind them.
 
         For "tiled_mma" partial sums of warpgroups along K, twice; for "tiled_wgmma" one more footer, and scales of rows
         for SwiGLU.
@@ -198,7 +198,7 @@ class GemmConfig:
 
     @property
     def shared_bytes(self) -> int:
-        """Dynamic shared memory: chunks of 8 * token_blocks tokens, 128 16-bit numbers each.
+        """Return the bytes of dynamic shared memory: chunks of 8 * token_blocks tokens, 128 16-bit numbers each.
 
         For "wgmma" also codes and scales of each thread and row of weights, and 1 KiB to align it all.
         """
@@ -212,11 +212,11 @@ class GemmConfig:
         return self.depth * (chunk + _ROW_BYTES[self.format] * 2 * self.row_blocks * self.threads) + 1024
 
     def tile_features(self, swiglu: bool) -> int:
-        """Output features of a tile."""
+        """Return the output features of a tile."""
         return self.warps_n * (16 if self.kernel in ("split", "staged") else 64) * (1 if swiglu else self.row_blocks)
 
     def padding(self, rows: float) -> float:
-        """The tokens of the tiles that rows take, relative to the rows."""
+        """Return the tokens in the tiles for so many rows, relative to the rows."""
         return math.ceil(rows / (8 * self.token_blocks)) * 8 * self.token_blocks / rows
 
     def clusters(self, point: Point) -> int:
@@ -225,7 +225,7 @@ class GemmConfig:
         return tiles if self.kernel == "tiled_cluster" else 0
 
     def expression(self, dtype: torch.dtype, swiglu: bool, k: int, scaled: bool = False) -> str:
-        """The C++ name of the kernel; `scaled`: with a slot_scale."""
+        """Return the C++ name of the kernel; `scaled`: with a slot_scale."""
         tiled = self.layout == TILED
         flags = [scaled if tiled else k % CHUNK == 0]
         sizes = [self.token_blocks, self.row_blocks, self.warps_n, self.depth]
@@ -313,7 +313,7 @@ def most_shared_bytes(capability: tuple[int, int]) -> int:
 def candidates(
     point: Point, swiglu: bool, capability: tuple[int, int], layout: str = LINEAR, format: str = "nvfp4"
 ) -> list[GemmConfig]:
-    """The configurations worth timing at a point: those that won on an H200; "staged" where there is no wgmma."""
+    """Return the configurations worth timing at a point: winners on an H200, and "staged" for devices without wgmma."""
     row_blocks = (2,) if swiglu else (1, 2)
     if layout == TILED:
         return list(_tiled_candidates(point, swiglu, format)) if capability == (9, 0) else []
@@ -336,7 +336,7 @@ def candidates(
 def dense_candidates(
     rows: int, n: int, k: int, capability: tuple[int, int], layout: str = LINEAR, format: str = "nvfp4"
 ) -> list[GemmConfig]:
-    """`candidates` for rows (M, K) and one weight (N, K), with the likeliest of those that only one weight can take."""
+    """Return `candidates` for rows (M, K) and one weight (N, K), and the likeliest that only one weight can take."""
     found = candidates(Point(1, float(rows), n, k), False, capability, layout, format)
     if layout == TILED and capability == (9, 0):
         found += sorted(_cluster_candidates(rows, n, k, format), key=lambda config: _cluster_time(config, n, k))[:40]
@@ -366,7 +366,7 @@ def _fastest_cluster(rows: int, n: int, k: int, format: str) -> GemmConfig | Non
 
 
 def _cluster_time(config: GemmConfig, n: int, k: int) -> float:
-    """Microseconds on an H200 of a "tiled_cluster" all of whose blocks run at once, in a row of calls.
+    """Return the microseconds on an H200 of a "tiled_cluster" whose blocks all run at once, in a row of calls.
 
     Fitted to 664 timings of four layers at 8 to 256 rows, 9 % off (rms). What it chose for a layer whose timings the
     fit had not seen was the fastest there at 17 of 23 points, and else at most 17 % slower. Of MXFP8, with its bytes,
@@ -407,7 +407,7 @@ def _tiled_candidates(point: Point, swiglu: bool, format: str) -> Iterator[GemmC
 def _measured(
     capability: tuple[int, int], swiglu: bool, layout: str, format: str = "nvfp4"
 ) -> list[tuple[Point, GemmConfig]]:
-    """The entries of configs.json for a device, a layout and a format."""
+    """Return the entries of configs.json for a device, a layout and a format."""
     if not MEASURED.exists():
         return []
     entries = json.loads(MEASURED.read_text())["entries"]
@@ -425,7 +425,7 @@ def _by_rule_tiled(point: Point) -> GemmConfig:
 
 
 def _by_rule(point: Point, swiglu: bool, multiprocessors: int, capability: tuple[int, int]) -> GemmConfig:
-    """By the rows per expert and the warps that fill the device; an estimate that was measured on no device."""
+    """Choose by the rows per expert and the warps that fill the device; this estimate was not measured."""
     if capability == (9, 0) and point.rows > 32:
         return GemmConfig("wgmma", 8 if point.rows <= 96 else 16, row_blocks=2, warps_n=2, warps_k=1, depth=4)
     if point.rows > 16:

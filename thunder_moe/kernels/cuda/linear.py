@@ -56,11 +56,11 @@ ROWS = {"wgmma": tuple(STAGES), "mma": (32, 128), "any": (32, 64, 128)}  # of a 
 PACKED_STAGES = {64: 9, 192: 5}  # likewise of NVFP4 weights in tiles
 MAX_RANK = 64  # of the kernels of LoRA adapters
 _COLUMNS = 128  # kTileN
-# Rows of an expert, from which on torch's grouped GEMM is taken. Gradient of the rows, H200, us, torch's and "wgmma",
+# Rows per expert from which torch's grouped GEMM is used. Gradient of the rows, H200, us, torch's and "wgmma",
 # equal shares, shares of 1/i. Qwen3-30B-A3B (1536, 2048): 8 rows 284, 207; 293, 207. 64 rows 275, 227; 324, 254. 256
 # rows 343, 367; 471, 451. Mixtral (28672, 4096): 128 rows 510, 490; 789, 634. 1024 rows 2635, 2759; 2977, 3102.
 _TORCHS_ROWS = 256
-# Rows of an expert, from which on NVFP4 weights in tiles are dequantized first. Gradient of the rows, H200, us,
+# Rows per expert from which NVFP4 weights in tiles are dequantized first. Gradient of the rows, H200, us,
 # dequantized and packed: Qwen3-30B-A3B's gate and up, 4 rows 461, 214; 32 rows 481, 217; 128 rows 570, 280;
 # 256 rows 699, 567; 512 rows 978, 853; 1024 rows 1539, 1660.
 _ROWS_OF_16_BITS = 768
@@ -153,14 +153,14 @@ def append_packed_linear(
 
 
 def _maps(spec: LinearSpec, weight: Address, x: Address, k: int, tile: int) -> tuple[TensorMap, TensorMap]:
-    """The maps of a weight and of rows (M, k)."""
+    """Return the maps of a weight and of rows (M, k)."""
     height, width = (k, spec.n) if spec.transposed else (spec.n, k)
     return TensorMap(weight, spec.num_experts * height, width, 64), TensorMap(x, spec.rows, k, tile)
 
 
 @functools.lru_cache(maxsize=4096)
 def prepare_linear(spec: LinearSpec, kernel: str, tile: int | None = None) -> Chain:
-    """The chain (rows, weight, offsets[, inner (M, R), b][, out]) -> (M, N)."""
+    """Return the chain (rows, weight, offsets[, inner (M, R), b][, out]) -> (M, N)."""
     chain = ChainBuilder(spec.target.device)
     align = 1 if kernel == "any" else 16
     experts, rows = spec.num_experts, spec.rows
@@ -184,7 +184,7 @@ def prepare_linear(spec: LinearSpec, kernel: str, tile: int | None = None) -> Ch
 
 
 def kernel_for(dtype: torch.dtype, n: int, k: int, capability: tuple[int, int], addresses: int) -> str:
-    """The fastest of `KERNELS` that serves operands; addresses: of them all, bits joined by or."""
+    """Return the fastest of `KERNELS` that serves operands; `addresses` is the bitwise or of all their addresses."""
     if not reads_eight(dtype, n, k) or addresses % 16:
         return "any"
     return "wgmma" if capability == (9, 0) else "mma"
@@ -211,18 +211,19 @@ def torch_is_faster(
 
 
 def packed_is_faster(rows_per_expert: float) -> bool:
-    """Than dequantizing and multiplying: rows of NVFP4 weights in tiles."""
+    """True if the kernel of tiled NVFP4 weights is faster than dequantizing and multiplying."""
     return rows_per_expert < _ROWS_OF_16_BITS
 
 
 def _packed_tile(rows_per_expert: float) -> int:
-    """Rows of a tile. 32 rows, us with 64 and 192: 218, 241; 128 rows 495, 285."""
+    """Return the rows of a tile. 32 rows, us with 64 and 192: 218, 241; 128 rows 495, 285."""
     return 64 if rows_per_expert <= 64 else 192
 
 
 def _tile(kernel: str, rows_per_expert: float, transposed: bool) -> int:
-    """Rows of a tile. Of "wgmma" more than the mean of an expert's, for shares that differ: GPT-OSS-20B (5760, 2880),
-    32 rows, gradient of the rows, H200, us with 32, 64 and 128: 294, 292, 293, with shares of 1/i 343, 321, 295."""
+    """Return the rows of a tile. "wgmma" gets more than the mean rows of an expert, because shares differ: GPT-OSS-20B
+    (5760, 2880), 32 rows, gradient of the rows, H200, us with 32, 64 and 128: 294, 292, 293, with shares of 1/i 343,
+    321, 295."""
     if kernel == "wgmma":
         return 64 if rows_per_expert <= 16 else 128 if rows_per_expert < 512 else 256
     sizes = ROWS[kernel]

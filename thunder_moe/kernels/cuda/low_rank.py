@@ -1,5 +1,5 @@
-"""GEMMs of 4-bit weights with those of a LoRA adapter in the same kernel, where there is one.
-Called by kernels/cuda/training.py; calls operators.py beside it, for src/gather_low_rank.cu too.
+"""GEMMs of 4-bit weights fused with a LoRA adapter's, if a kernel serves them.
+Called by kernels/cuda/training.py; calls operators.py beside it, also for src/gather_low_rank.cu.
 
 Legend: M rows, E experts, N output and K input features, R rank.
 """
@@ -43,7 +43,7 @@ _MOST_TOKENS, _HIGH_RANK = {3: 22, 4: 10}, 48
 def grouped_mm(
     rows: Tensor, weight: NVFP4Weight, offsets: Tensor, inner: Tensor, b: Tensor, *, config: GemmConfig | None = None
 ) -> Tensor | None:
-    """(M, K), inner (M, R), b (E, N, R) -> (M, N), rows past the end undefined; None where no kernel does both."""
+    """Multiply (M, K), and add inner (M, R) times b (E, N, R): -> (M, N), undefined past the end; None if unserved."""
     (experts, n, k), m, rank = weight.shape, rows.shape[0], inner.shape[1]
     where = target(rows.device)
     served = weight.layout == TILED and where.capability == (9, 0) and experts <= MAX_EXPERTS
@@ -63,7 +63,7 @@ def grouped_mm(
 def dgrad(
     grad: Tensor, weight: NVFP4Weight, offsets: Tensor, outer: Tensor, a: Tensor, *, config: GemmConfig | None = None
 ) -> Tensor | None:
-    """(M, N), outer (M, R), a (E, R, K) -> (M, K), rows past the end undefined; None where no kernel does both.
+    """Multiply (M, N), and add outer (M, R) times a (E, R, K): -> (M, K), undefined past the end; None if unserved.
 
     config: of the kernel that transposes weights in registers, in place of the choice; per-row scales have none.
     """
@@ -85,7 +85,7 @@ def dgrad(
 
 
 def for_adapter(config: GemmConfig, rank: int) -> GemmConfig:
-    """The configuration of a GEMM by wgmma, or one like it whose sums leave registers for an adapter."""
+    """Return the configuration of a GEMM by wgmma, or one like it whose sums leave registers for an adapter."""
     tokens, rows, groups = config.token_blocks, config.row_blocks, config.warps_n
     if rows > 1 and tokens >= 10:
         rows, groups = 1, 4 if tokens <= 12 else 3
@@ -95,7 +95,7 @@ def for_adapter(config: GemmConfig, rank: int) -> GemmConfig:
 
 
 def gather(tokens: Tensor, row_slot: Tensor, weight: Tensor, offsets: Tensor) -> tuple[Tensor, Tensor] | None:
-    """Tokens (T, K), row_slot (M,), weight (E, R, K) -> the rows (M, K) and their product (M, R), both undefined past
+    """Gather tokens (T, K) by row_slot (M,); multiply by (E, R, K): -> rows (M, K), product (M, R), both undefined past
     the end; None where no kernel does both."""
     (count, k), m, (experts, rank, _) = tokens.shape, row_slot.shape[0], weight.shape
     if m == 0 or experts > MAX_EXPERTS or not serves_rank(tokens.dtype, k, k, rank):

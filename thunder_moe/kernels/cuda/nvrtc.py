@@ -65,7 +65,7 @@ class Kernel:
 
 
 def launch_config(threads: int, shared_bytes: int, overlap: bool) -> Any:
-    """A CUlaunchConfig of one-dimensional blocks; the number of blocks and the stream are set at each launch."""
+    """Return a CUlaunchConfig of one-dimensional blocks; the number of blocks and the stream are set at each launch."""
     from cuda.bindings import driver
 
     config = driver.CUlaunchConfig()
@@ -81,7 +81,8 @@ def launch_config(threads: int, shared_bytes: int, overlap: bool) -> Any:
 
 
 def tensor_map(address: int, rows: int, k: int, box_rows: int) -> bytes:
-    """The 128 bytes of a tensor map (SM90): 16-bit numbers (rows, k) in boxes of box_rows by 64, 128-byte swizzle.
+    """Return the 128 bytes of a tensor map (SM90): 16-bit numbers (rows, k) in boxes of box_rows by 64, 128-byte
+    swizzle.
 
     Args:
         address: on the device, a multiple of 16.
@@ -121,7 +122,7 @@ def missing_reason() -> str | None:
 
 
 def bind_context(device: int) -> None:
-    """Makes the primary context of a device current in this thread, if none is.
+    """Make the primary context of a device current in this thread, if no context is current.
 
     The driver's functions need one. torch makes it current with a thread's first call of the CUDA runtime, which a
     thread whose memory comes from torch's caching allocator may never make. Called under `torch.cuda.device(device)`,
@@ -148,7 +149,7 @@ def kernel(
     device: int,
     argument: type[ctypes.Structure],
 ) -> Kernel:
-    """The kernel that a C++ expression names, such as ``gemm<true, 4>``, compiled once and loaded on a device.
+    """Return the kernel that a C++ expression names, such as ``gemm<true, 4>``, compiled once and loaded on a device.
 
     Args:
         sources: see `compile_files`.
@@ -173,7 +174,7 @@ def kernel(
 def compile_files(
     sources: tuple[Path, ...], expression: str, capability: tuple[int, int], argument: type[ctypes.Structure]
 ) -> tuple[bytes, str]:
-    """`compile_cubin` of the files' text, one after the other, for devices of a compute capability.
+    """Run `compile_cubin` on the files' text, one after the other, for devices of a compute capability.
 
     Args:
         sources: the files.
@@ -190,9 +191,9 @@ def compile_files(
 
 @functools.cache
 def struct_checks(structure: type[ctypes.Structure]) -> str:
-    """C++ assertions that the struct of the same name has the same fields at the same offsets.
+    """Return C++ assertions that the struct of the same name has the same fields at the same offsets.
 
-    Fields whose names end in an underscore are padding, which has no name in C++. common.cuh defines OFFSET_OF.
+    Fields with a trailing underscore in their names are padding, without a name in C++. common.cuh defines OFFSET_OF.
     """
     name = structure.__name__
     lines = [f'static_assert(sizeof({name}) == {ctypes.sizeof(structure)}, "the size of {name}");']
@@ -208,7 +209,7 @@ def struct_checks(structure: type[ctypes.Structure]) -> str:
 
 
 def compile_cubin(source: str, expression: str, architecture: str) -> tuple[bytes, str]:
-    """(cubin, mangled name of the kernel) for an architecture such as "sm_90".
+    """Return (cubin, mangled name of the kernel) for an architecture such as "sm_90".
 
     Raises:
         RuntimeError: the source does not compile; the message is the compiler's log.
@@ -228,7 +229,7 @@ def compile_cubin(source: str, expression: str, architecture: str) -> tuple[byte
 
 
 def _compile(source: str, expression: str, architecture: str) -> tuple[bytes, bytes]:
-    """(mangled name, cubin)."""
+    """Return (mangled name, cubin)."""
     from cuda.bindings import nvrtc
 
     (program,) = _check(nvrtc.nvrtcCreateProgram(source.encode(), b"thunder_moe.cu", 0, [], []))
@@ -251,14 +252,14 @@ def _compile(source: str, expression: str, architecture: str) -> tuple[bytes, by
 
 
 def raise_error(status: int) -> NoReturn:
-    """RuntimeError for a status of the driver that is none of success."""
+    """Raise RuntimeError for a status of the driver that is none of success."""
     from cuda.bindings import driver
 
     raise RuntimeError(f"CUresult: {driver.CUresult(status).name}")
 
 
 def _check(result: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The results of a function of cuda-bindings without the status, which comes first."""
+    """Return the results of a function of cuda-bindings without the status, which comes first."""
     status, *values = result
     if status.value != 0:
         raise RuntimeError(f"{type(status).__name__}: {status.name}")

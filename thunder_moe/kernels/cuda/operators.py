@@ -1,8 +1,8 @@
 """Builds the chain of kernels that computes an operator's result, for arguments of one kind.
 Called by backend.py and ops/operator.py (through kernels/select.py); calls plan.py, prepared.py and router.py.
 
-Every condition of a chain is here: `describe` gives the reason where there is none. A chain reads the arguments without
-a copy; backend.py converts operands that no chain reads as they are. Legend: as in prepared.py.
+Every condition of a chain is here: `describe` gives the reason if no chain serves the arguments. A chain reads the
+arguments without a copy; backend.py converts operands that no chain can read. Legend: as in prepared.py.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class _Call(NamedTuple):
     format: BlockFormat
 
     def sample(self, place: int) -> Any:
-        """An argument; None where it has been left out."""
+        """Return an argument; None if it has been left out."""
         return self.samples[place] if len(self.samples) > place else None
 
     def address(self, place: int) -> Any:
@@ -68,7 +68,7 @@ class _Call(NamedTuple):
 
 
 def describe(name: str, args: Sequence[Any], options: dict[str, Any]) -> tuple[Callable[..., Any] | None, str]:
-    """The chain of an operator for all arguments of the kind of these.
+    """Return the chain of an operator for all arguments of the kind of these.
 
     Args:
         name: of the operator, or of a step that no operator has (`combine`, `f16a_nvfp4weight_grouped_mm_low_rank`).
@@ -102,7 +102,7 @@ def describe(name: str, args: Sequence[Any], options: dict[str, Any]) -> tuple[C
 def prepare(
     name: str, args: Sequence[Any], options: dict[str, Any], kind: Hashable = None
 ) -> Callable[..., Any] | None:
-    """The chain of `describe`, which is described once for a kind of arguments; None where there is none.
+    """Return the chain of `describe`, made once for a kind of arguments; None if no chain serves them.
 
     Args:
         name, args, options: as there.
@@ -119,13 +119,13 @@ def prepare(
 
 
 def attempt(name: str, *args: Any, **options: Any) -> Any:
-    """The result of an operator, by the chain for its arguments; None where no chain serves them."""
+    """Return the result of an operator, by the chain for its arguments; None where no chain serves them."""
     chain = prepare(name, args, options)
     return None if chain is None else launched(chain, *_flat(args), **options)
 
 
 def run(name: str, *args: Any, **options: Any) -> Any:
-    """The result of an operator, by the chain for its arguments.
+    """Return the result of an operator, by the chain for its arguments.
 
     Raises:
         ValueError: no chain serves them.
@@ -137,7 +137,7 @@ def run(name: str, *args: Any, **options: Any) -> Any:
 
 
 def _flat(args: Sequence[Any]) -> list[Any]:
-    """The arguments with the tensors of each weight in its place."""
+    """Return the arguments with the tensors of each weight in its place."""
     flat: list[Any] = []
     for argument in args:
         flat += argument.tensors if isinstance(argument, WeightOperands) else (argument,)
@@ -146,7 +146,7 @@ def _flat(args: Sequence[Any]) -> list[Any]:
 
 @functools.cache
 def _defaults(name: str) -> dict[str, Any]:
-    """The defaults of the keyword arguments of an operator; a form's that it takes are its options."""
+    """Return the defaults of an operator's keyword arguments, including the fields of a form that it takes."""
     function = _OPERATORS[name.replace(MXFP8.name, NVFP4.name)]
     parameters = inspect.signature(function).parameters.values()
     found = {each.name: each.default for each in parameters if each.kind is each.KEYWORD_ONLY}
@@ -160,7 +160,7 @@ _FORMS = {"activation_form": SwiGLUConfig, "router_form": RouterConfig}  # what 
 
 
 def _alignment(argument: Any) -> int:
-    """Kernels load 16 bytes at a time of everything but indices, which may be part of a larger tensor."""
+    """Return the alignment in bytes that kernels need: 16, but 1 for indices, which may be part of a larger tensor."""
     return 1 if isinstance(argument, Tensor) and argument.dtype in _INTEGERS else 16
 
 
@@ -245,7 +245,7 @@ def _dtype(tensor: Tensor | None) -> torch.dtype | None:
 
 
 def _weight(call: _Call, first: int, layout: str) -> tuple[Weight, WeightSpec, tuple[int, int, int]]:
-    """The weight whose transposed codes (E, K, N), scales and global scales are three arguments, and (E, N, K)."""
+    """Return the weight whose transposed codes (E, K, N), scales and global scales are arguments, and (E, N, K)."""
     codes, scale, global_scale = call.samples[first : first + 3]
     _require_contiguous(codes.mT, scale, global_scale)
     (*experts, width, n), count = codes.shape, codes.ndim - 2  # one weight alone has no dimension of experts
@@ -266,7 +266,7 @@ def _gemm(
     form: SwiGLUConfig | None = None,
     transposed: bool = False,
 ) -> tuple[GemmSpec, Callable[..., Address]]:
-    """The GEMM of (activation, codes, scale, global_scale, ...), and what appends it to the call's chain.
+    """Return the GEMM of (activation, codes, scale, global_scale, ...), and a function that appends it to the chain.
 
     Args:
         call: the arguments.
@@ -317,7 +317,7 @@ def _finished_gemm(
 
 
 def _scaled_grouped_mm(call: _Call, *, layout: str = LINEAR, config: GemmConfig | None = None) -> Finish | None:
-    """The operator's arguments, then a bias (E, N)."""
+    """Append the GEMM; the call has the operator's arguments, then a bias (E, N)."""
     return _finished_gemm(call, _gemm(call, layout, config, bias=7))
 
 
@@ -335,8 +335,8 @@ def _grouped_swiglu(
 def _grouped_mm_low_rank(
     call: _Call, *, layout: str = LINEAR, config: GemmConfig, transposed: bool = False
 ) -> Finish | None:
-    """(activation, codes, scale, global_scale, offsets, inner (M, R), b (E, N, R)): the weight's product and the
-    adapter's; transposed: the weight is (E, K, N)."""
+    """Append the GEMM of (activation, codes, scale, global_scale, offsets, inner (M, R), b (E, N, R)), plus the
+    adapter's product; transposed: the weight is (E, K, N)."""
     inner, b = call.samples[5:7]
     _require_contiguous(inner, b)
     adapter = Adapter(call.places[5], call.places[6], b.shape[2], transposed)
@@ -359,7 +359,7 @@ def _grouped_mm_combine(call: _Call, *, layout: str = LINEAR, config: GemmConfig
 
 
 def _combine(call: _Call) -> None:
-    """(rows (M, N), slot_row (T, A), slot_weight (T, A) or None, `out` to write into)."""
+    """Append the sum per token of (rows (M, N), slot_row (T, A), slot_weight (T, A) or None, `out` to write into)."""
     rows, slot_row, weight = (call.sample(place) for place in range(3))
     _require_contiguous(rows, slot_row)
     _require_floats(weight)
@@ -373,7 +373,7 @@ def _combine(call: _Call) -> None:
 
 
 def _result(call: _Call, place: int, shape: tuple[int, int], dtype: torch.dtype) -> Address:
-    """The argument that is written into, where it is given, else a new tensor.
+    """Return the address of the result: of the argument to write into, if it is given, else of a new tensor.
 
     Raises:
         ValueError: it has another shape or dtype, or is not contiguous.
@@ -391,7 +391,7 @@ def _moe_experts(
     expert_ranks: int = 1, summed: bool = True, configs: tuple[GemmConfig | None, GemmConfig | None] = (None, None),
     **activation_form: Any,
 ) -> None:  # fmt: skip
-    """The operator's arguments, then `out` to write into; summed: False for the rows (M, H) before the sum."""
+    """Append a layer; the call has the operator's arguments, then `out`; summed: False for the rows (M, H)."""
     x, ids, scores = call.samples[:3]
     samples, places = ([get(place) for place in range(9, 14)] for get in (call.sample, call.address))
     biases, order = samples[:2], samples[2:]
@@ -423,7 +423,7 @@ def _moe_experts(
 
 
 def _scaled_grouped_mm_dgrad(call: _Call, *, layout: str = LINEAR) -> Finish | None:
-    """The operator's arguments, then outer (M, R) and a (E, R, K) of an adapter whose product is added."""
+    """Append the GEMM; the call has the operator's arguments, then outer (M, R) and a (E, R, K) of an adapter."""
     grad, offsets = call.samples[0], call.samples[4]
     outer, a = call.sample(5), call.sample(6)
     _require_contiguous(grad, offsets, outer, a)

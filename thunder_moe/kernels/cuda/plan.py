@@ -54,7 +54,7 @@ class GemmPlan:
 
 @functools.lru_cache(maxsize=4096)
 def plan_gemm(spec: GemmSpec, config: GemmConfig | None = None) -> GemmPlan:
-    """The plan for rows (M, K) and weights (E, N, K).
+    """Return the plan for rows (M, K) and weights (E, N, K).
 
     Args:
         spec: of the GEMM.

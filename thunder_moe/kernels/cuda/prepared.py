@@ -160,7 +160,7 @@ def append_gemm(
 
 
 def columns_of(spec: GemmSpec) -> int:
-    """Columns of the result's memory: the kernels store pairs."""
+    """Return the columns of the result's memory: the kernels store pairs."""
     return spec.features + spec.features % 2
 
 
@@ -182,7 +182,7 @@ def _append_gather(
 
 
 def _with_adapter(spec: GemmSpec, config: GemmConfig, adapter: Adapter) -> str:
-    """The C++ name of the kernel that adds an adapter's product."""
+    """Return the C++ name of the kernel that adds an adapter's product."""
     name = "low_rank_tiled_dgrad" if adapter.transposed else "low_rank_tiled_wgmma"
     numbers = config.token_blocks, config.row_blocks, config.warps_n, config.depth, config.stages
     bf16 = str(spec.dtype == torch.bfloat16).lower()
@@ -351,7 +351,7 @@ def append_dgrad(
 
 
 def finished(chain: Chain, finish: Callable[[Tensor, tuple[Tensor, Tensor]], Tensor] | None) -> Callable[..., Tensor]:
-    """A chain, and what is computed from its first operand and its results, unless it has given None."""
+    """Return a function that runs a chain, then `finish` on its first operand and its results, unless it gave None."""
     if finish is None:
         return chain
 
@@ -363,13 +363,13 @@ def finished(chain: Chain, finish: Callable[[Tensor, tuple[Tensor, Tensor]], Ten
 
 
 def dequantize_kernel(format: str, tiled: bool, dtype: torch.dtype) -> str:
-    """The C++ name of the kernel of `DEQUANTIZE` for a format of weights and a dtype of the result."""
+    """Return the C++ name of the kernel of `DEQUANTIZE` for a format of weights and a dtype of the result."""
     name = "dequantize" if format == "nvfp4" else f"dequantize_{format}"
     return f"{name}{'_tiled' * tiled}<{str(dtype == torch.bfloat16).lower()}>"
 
 
 def elementwise_blocks(items: int, most: int = ELEMENTWISE_BLOCKS) -> int:
-    """The blocks of `ELEMENTWISE_THREADS` threads that loop over `items`."""
+    """Return the blocks of `ELEMENTWISE_THREADS` threads that loop over `items`."""
     return min(-(-items // ELEMENTWISE_THREADS), most)
 
 

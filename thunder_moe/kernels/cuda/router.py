@@ -1,4 +1,4 @@
-"""A router's launches for logits of one kind: which kernels of src/router.cu, of which sizes.
+"""Chooses the launches of a router: the kernels of src/router.cu, and the sizes of their grids.
 Called by kernels/cuda/operators.py; calls chain.py beside it.
 """
 
@@ -143,7 +143,7 @@ def _results(chain: ChainBuilder, spec: RouterSpec) -> tuple[Address, Address, A
 
 
 def _kind_of_kernel(spec: RouterSpec) -> tuple[int, int]:
-    """PER_LANE and BY of the kernels for a router."""
+    """Return PER_LANE and BY of the kernels for a router."""
     by = BY_LOGIT if spec.logits == torch.float32 else BY_BITS
     if spec.bias is not None or spec.form.grouped:
         by = BY_SCORE
@@ -151,7 +151,7 @@ def _kind_of_kernel(spec: RouterSpec) -> tuple[int, int]:
 
 
 def _numbers(spec: RouterSpec, per_block: int) -> tuple[Any, ...]:
-    """The fields of RouterArguments behind the pointers."""
+    """Return the fields of RouterArguments behind the pointers."""
     form, experts = spec.form, spec.num_experts
     # Groups of whole lanes, a power of two of them, have a shorter way.
     per_lane, _ = _kind_of_kernel(spec)

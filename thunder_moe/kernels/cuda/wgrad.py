@@ -43,7 +43,7 @@ def wgrad(
     x: Tensor, grad: Tensor, offsets: Tensor, out: Tensor, accumulate: bool, *, kernel: str | None = None,
     columns: int | None = None,
 ) -> None:  # fmt: skip
-    """Rows (M, K), gradient (M, N), offsets (E,) -> out (E, N, K): adds each expert's grad.T @ x to it, or writes it,
+    """Write each expert's grad.T @ x to out (E, N, K), or add it, for rows (M, K), gradient (M, N), offsets (E,)
     rounded once.
 
     Args:
@@ -89,7 +89,8 @@ def wgrad(
 def rank_wgrad(
     narrow: Tensor, wide: Tensor, offsets: Tensor, wide_first: bool, row_slot: Tensor | None = None
 ) -> Tensor:
-    """Rows (M, R) and (M, K) -> (E, R, K), each expert's narrow.T @ wide, or (E, K, R), its transpose, in their dtype.
+    """Return each expert's narrow.T @ wide (E, R, K) of rows (M, R) and (M, K), or its transpose (E, K, R), in their
+    dtype.
 
     Args:
         narrow, wide: of one dtype of 16 bits; M and K positive, K and R multiples of 8, R at most 64.

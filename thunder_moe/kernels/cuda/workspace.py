@@ -40,7 +40,7 @@ class SemaphorePool:
         self._lock = threading.Lock()
 
     def take(self, size: int = STREAM_SIZE, *, overlapping: bool = False) -> Tensor:
-        """int32 (at least `size`,) for a kernel that is launched, or captured, on the device's current stream.
+        """Return int32 (at least `size`,) for a kernel that is launched, or captured, on the device's current stream.
 
         Args:
             size: a multiple of 32, a cache line.
@@ -75,7 +75,7 @@ _LOCK = threading.Lock()
 
 
 def semaphore_pool(device: torch.device) -> SemaphorePool:
-    """The pool of a device, which has an index."""
+    """Return the pool of a device, which has an index."""
     pool = _POOLS.get(device)
     if pool is not None:
         return pool
@@ -88,7 +88,7 @@ def semaphore_pool(device: torch.device) -> SemaphorePool:
 
 
 def _zeros_from_own_thread(size: int, device: torch.device) -> Tensor:
-    """Permanent int32 zeros that every stream sees.
+    """Return permanent int32 zeros that every stream sees.
 
     Allocated in another thread, so that neither the caller's memory pool (the warm-up of a CUDA graph) nor its
     inference mode applies. The host waits for the side stream that fills them.

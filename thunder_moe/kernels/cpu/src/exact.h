@@ -100,8 +100,8 @@ bool has_tiny_or_huge(const T* x, int64_t k) {
   return found != 0;
 }
 
-// Columns of a task, by bit: `extreme` with scales from which bf16 weights would not be right, which are computed again
-// in any case, `small` with weights so small that products may be subnormal, where doubtful sums are.
+// Columns of a task, by bit. `extreme`: their scales would make bf16 weights inexact; these columns are always computed
+// again. `small`: their weights are so small that products may be subnormal; doubtful sums are computed again.
 struct Columns {
   uint64_t extreme = 0, small = 0;
 };

@@ -13,10 +13,10 @@ constexpr int64_t kDotsRows = 8;   // rows at a time: 2 x 8 sums + 2 x 4 weights
 constexpr int64_t kFmaRows = 8;    // 2 x 8 sums + 2 weights + 2 factors
 
 #if defined(HAS_AVX512)
-// What gemv kernels ask of a number format, 128 k of a column at a time: Packed codes, and Scales of these. A step has
-// kGroups groups of vectors that share a vector of factors, by which their sums are to be multiplied; kSumScale
-// multiplies the whole sum. Values are fp32, eight vectors of a step, in the order of spread_row, words bf16, four
-// vectors, in the order of permute_row: both orders are those in which decoding leaves codes; activations follow them.
+// What gemv kernels ask of a number format, 128 k of a column at a time: Packed codes and their Scales. A step has
+// kGroups groups of vectors; the sums of a group are multiplied by its vector of factors, and kSumScale multiplies the
+// whole sum. Values are fp32, eight vectors of a step, in the order of spread_row; words are bf16, four vectors, in the
+// order of permute_row. Decoding leaves codes in these orders, and activations follow them.
 template <class Format>
 struct Gemv;
 

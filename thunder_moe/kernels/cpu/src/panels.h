@@ -159,8 +159,8 @@ void decode_pairs(Mxfp8, const uint8_t* codes, int64_t codes_stride, const uint8
 }
 
 // A copy of rows [first, last) for brgemm, write(row, part 0, part 1) of each. brgemm reads up to kBlockRows - 1 rows
-// behind those of an expert; nobody looks at their products. Rows are not a power of two apart, or the 16 of a tile
-// would fall into one set of the L1 cache.
+// behind an expert's rows; their products are not used. The distance of rows is not a power of two: otherwise the 16
+// rows of a tile would fall into one set of the L1 cache.
 template <class T, class F>
 Parts copy_parts(int64_t first, int64_t last, int64_t k, Scratch& memory, const F& write) {
   const int64_t rows = last - first + kBlockRows, stride = (k + 31) / 32 * 32 + 32;

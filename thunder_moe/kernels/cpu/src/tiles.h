@@ -18,7 +18,7 @@
 namespace {
 
 constexpr int64_t kTilesRows = 32;  // rows at a time: two tiles of activations
-// How many rows the tiles of a group of rows have: those of one tile, or two of 16.
+// The number of rows in the tiles of a group of rows: the rows of one tile, or two tiles of 16.
 inline int64_t tiled_rows(int64_t rows) { return rows <= 16 ? rows : kTilesRows; }
 
 #if defined(HAS_TILES)
@@ -64,7 +64,7 @@ inline __m512i scaled_up(__m512i words) {  // 32 bf16 times 2^100
   return _mm512_or_si512(_mm512_srli_epi32(low, 16), high);
 }
 
-// The four codes of word w of a column's 32 words are those of k = 4 w + j: activations are tiles [step of 128 k][j]
+// Word w of a column's 32 words has the four codes of k = 4 w + j: activations are tiles [step of 128 k][j]
 // [half of the rows][w / 2][row][w % 2]. `count` rows of bf16 summands, row(index) each, of K.
 template <class F>
 void tile_rows(int64_t count, int64_t k, bf16* out, const F& row) {

@@ -103,8 +103,8 @@ __global__ void __launch_bounds__(kRowThreads) bias_grad_chunks(const BiasArgume
   to[column] = total;
 }
 
-// A block: one expert, args.block_columns columns, of which a warp takes 32. Few chunks are added one after the other; of many each
-// warp adds neighbouring ones, then the warps' sums are added in their order.
+// A block sums args.block_columns columns of one expert; a warp takes 32 columns. Few chunks are added one after the other. If there
+// are many, each warp adds neighbouring ones, then the warps' sums are added in their order.
 __global__ void __launch_bounds__(kRowThreads) bias_grad_reduce(const BiasArguments args) {
   await_previous_kernel();
   constexpr int kFewChunks = 8;
@@ -188,7 +188,7 @@ __global__ void __launch_bounds__(kRowThreads) bias_scale_grad(const BiasArgumen
   }
 }
 
-// (y + bias * scale) * scales: a warp per row. BIAS_DTYPE -1: there is no bias.
+// (y + bias * scale) * scales: a warp per row. BIAS_DTYPE -1: without a bias.
 template <int DTYPE, int BIAS_DTYPE, bool VECTOR>
 __global__ void __launch_bounds__(kRowThreads) add_bias(const BiasArguments args) {
   await_previous_kernel();

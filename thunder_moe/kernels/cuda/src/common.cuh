@@ -30,10 +30,10 @@ typedef unsigned long long uint64_t;
 // next one to start, and wait first where the kernel in front of them is not inductor's; one that follows another of inductor's
 // may load before it waits what that one does not write. So by induction the same holds for a chain of both: once a kernel has
 // waited, all earlier ones have completed, also those that read the memory which it is about to write (a buffer that inductor
-// or the caching allocator uses again). Weights are never read in front of the wait, since the kernel in front may write them,
-// but for those of a chain of ours. A kernel of inductor that loads nothing (a fill) is the exception: it may not wait at all,
-// so that the kernel behind it may find an earlier one unfinished. Inductor writes one where an operator is given a constant
-// tensor that is made in the graph, which no operator of ours needs.
+// or the caching allocator uses again). Weights are never read in front of the wait, since the kernel in front may write them;
+// only inside a chain of ours they are. A kernel of inductor that loads nothing (a fill) is the exception: it may not wait at all,
+// so that the kernel behind it may find an earlier one unfinished. Inductor writes such a kernel if an operator is given a
+// constant tensor that is made in the graph; no operator of ours needs one.
 DEVICE void await_previous_kernel() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;" ::: "memory");
@@ -100,8 +100,8 @@ DEVICE uint32_t narrow2(float low, float high) {
 }
 
 // Two words of codes in layout "tiled_64x64" (`to_tiled` in formats/tiled_64x64.py) -> four pairs of codes of each, the even k in
-// the low half. A code's sign becomes that of a bf16, its other bits the lowest bits of the exponent and the highest of the
-// mantissa; all other bits are zero.
+// the low half. A code's sign becomes the sign of a bf16; its other bits become the lowest bits of the exponent and the highest
+// bits of the mantissa; all other bits are zero.
 DEVICE void unpack_words(uint32_t (&first)[4], uint32_t (&second)[4], uint32_t even, uint32_t odd) {
   constexpr uint32_t kPair = 0x81C081C0;
   const uint32_t fourths = select_bits(0x06030603, even, odd << 2);  // both words hold half of both fourth pairs

@@ -12,7 +12,7 @@ DEVICE int place_of_unit(int token, int unit) { return ((unit % 4 * 4 + unit / 4
 
 // C: blocks of 8 tokens of a tile; R: blocks of 16 weight rows of a warp (SwiGLU: one of gate, one of up); WN, WK: warps
 // along N and along K; DEPTH: chunks of weights in flight. Persistent. Shared memory holds its tokens' k of a segment of
-// kSegment chunks, while those of the next segment are copied.
+// kSegment chunks, while the next segment is copied.
 template <bool BF16, bool SWIGLU, bool FULL, int C, int R, int WN, int WK, int DEPTH>
 __global__ void __launch_bounds__(32 * WN * WK) grouped_mm(const GemmArguments args) {
   await_previous_kernel();

@@ -180,7 +180,7 @@ DEVICE void for_each_sum(float (&acc)[R][C][4], F f) {
 template <int STAGES>
 DEVICE int next_stage(int stage) { return stage + 1 == STAGES ? 0 : stage + 1; }
 
-// The epilogue's factors and biases of a thread's rows of weights; rows past the last feature have those of the last.
+// The epilogue's factors and biases of a thread's rows of weights; rows past the last feature repeat the last row's.
 template <int R>
 struct RowFactors {
   float factor[R][2], bias[R][2];
@@ -200,7 +200,7 @@ struct RowFactors {
   }
 };
 
-// The slot_scale of a row of a tile; rows at or past `end` have that of the last one.
+// The slot_scale of a row of a tile; rows at or past `end` get the last row's scale.
 DEVICE float scale_of_row(const GemmArguments& args, int row, int end) {
   row = min(row, end - 1);
   return load_float(args.slot_scale, args.row_slot != nullptr ? slot_of_row(args.row_slot, row, args.rows) : row, args.slot_scale_dtype);

@@ -26,7 +26,7 @@ __global__ void __launch_bounds__(256, 2) rank_wgrad(const RankWgradArguments al
   const int tiles = order_experts(args, order) * tiles_of_expert<64, kColumns>(args);
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, matrix = lane / 8, g = lane / 4, t = lane % 4;
 
-  // The next stage to be loaded: of which tile, from which row, the tokens of the rows that this thread copies parts of.
+  // The next stage to be loaded: its tile, its first row, and the tokens of the rows that this thread copies parts of.
   int ahead = blockIdx.x, row = 0, slot = 0, tokens[kCopies];
   WgradTile tile_ahead = {};
   const auto find = [&] {

@@ -37,7 +37,7 @@ DEVICE int bucket_of(const RouteArguments& args, int slot) {
   return id >= 0 && id < args.num_experts ? static_cast<int>(id) : args.num_experts;
 }
 
-// warp_count[w][bucket] = slots of the bucket among those of warp w of this block.
+// warp_count[w][bucket] = slots of the bucket among the slots of warp w of this block.
 DEVICE void count_slots(const RouteArguments& args, int* warp_count) {
   const int buckets = args.num_experts + 1, lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   for (int i = threadIdx.x; i < kWarps * buckets; i += kThreads) warp_count[i] = 0;

@@ -67,7 +67,7 @@ DEVICE uint32_t key_of_16(uint32_t bits, bool bf16) {
 
 DEVICE uint16_t bits_of_16(uint32_t key) { return static_cast<uint16_t>(key >> 15 ? key & (key == 0xFFFF ? 0xFFFF : 0x7FFF) : ~key); }
 
-// The lowest lane where it is true: that of the lowest expert, since lanes have consecutive ones.
+// The lowest lane where it is true. Lanes have consecutive experts, so this lane has the lowest expert.
 DEVICE int lowest_lane(bool value) { return __ffs(static_cast<int>(__ballot_sync(kAll, value))) - 1; }
 
 // The best of a lane's keys; the lowest i among equal ones.
@@ -284,7 +284,7 @@ DEVICE void scatter_slots(const RouterArguments& args, int* next_row, int per_wa
   }
 }
 
-// warp_count[w][expert] = slots of the expert among those of warp w.
+// warp_count[w][expert] = slots of the expert among the slots of warp w.
 DEVICE void count_slots(const RouterArguments& args, int* warp_count, int per_warp, int first, int end) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   for (int i = threadIdx.x; i < kWarps * args.num_experts; i += 32 * kWarps) warp_count[i] = 0;
@@ -312,8 +312,8 @@ DEVICE void route_in_one_block(const RouterArguments& args) {
     if (lane < args.top_k) ids[token * args.top_k + lane] = id;
   }
   __syncthreads();
-  // Slots before a slot: those of experts below its own, and earlier ones of its own. Slots up to an expert's end: of experts
-  // below the next one.
+  // Slots before a slot: slots of lower experts, and earlier slots of its own expert. Slots up to an expert's end: slots of
+  // experts below the next one.
   const int first_expert = (slots + 31) / 32 * 32;
   for (int item = threadIdx.x; item < first_expert + args.num_experts; item += THREADS) {
     if (item >= slots && item < first_expert) continue;

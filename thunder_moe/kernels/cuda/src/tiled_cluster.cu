@@ -148,7 +148,7 @@ __global__ void __cluster_dims__(SPLITS, 1, 1) __launch_bounds__(128 * WN * WK +
   if constexpr (kParts == 1) {
     store<BF16, false, C, 1, 64>(args, acc, rows, unscaled, row0, args.rows, n0, g, t);
   } else {
-    // Sums of block c of tokens belong to part c % kParts, which adds those of all parts in their order.
+    // Sums of block c of tokens belong to part c % kParts, which adds the sums of all parts in their order.
     const int thread = threadIdx.x % 128;
     if constexpr (SPLITS > 1) cluster_wait();  // all blocks have begun, their barriers are initialized
 #pragma unroll

@@ -6,7 +6,7 @@
 // H200.)
 
 #if defined(CUDA_EMULATOR) || defined(__CUDA_ARCH_FEAT_SM90_ALL)
-// Bulk copies of a tile's weights, in the places of those of `WeightCopies`; K of the GEMM is N of the weight.
+// Bulk copies of a tile's weights, to the same places as in `WeightCopies`; K of the GEMM is N of the weight.
 template <int BLOCKS, int K_BLOCKS>
 struct ColumnCopies {
   const uint8_t *codes[BLOCKS], *scales[BLOCKS];

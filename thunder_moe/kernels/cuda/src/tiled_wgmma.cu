@@ -68,8 +68,8 @@ struct RowsOfBlock {
 
 // Persistent. SCALED: there is a slot_scale; C: blocks of 8 tokens of a tile, at most; R: blocks of 64 weight rows of a
 // warpgroup (SwiGLU: one of gate, one of up); WG: consumer warpgroups, one more is the producer; K_BLOCKS: blocks of 64 k of a
-// stage, of which K is a multiple; STREAM_K: thread blocks may share tiles; RANK: blocks of 16 of an adapter's rank. The adapter is
-// one stage more, of its inner rows.
+// stage, K is a multiple of a stage; STREAM_K: thread blocks may share tiles; RANK: blocks of 16 of an adapter's rank. The adapter
+// is one more stage, of its inner rows.
 template <bool BF16, bool SWIGLU, bool SCALED, int C, int R, int WG, int K_BLOCKS, bool STREAM_K, int STAGES, int RANK, class Block, class Arguments>
 DEVICE void multiply_tiled(const Arguments& all) {
   static_assert(RANK == 0 || (!SWIGLU && !SCALED && !STREAM_K), "an adapter is added to the GEMM alone");

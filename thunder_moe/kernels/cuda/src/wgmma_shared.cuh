@@ -1,4 +1,4 @@
-// The wgmma instructions (SM90) of two operands in shared memory, each of which may be read transposed, asynchronously.
+// The asynchronous wgmma instructions (SM90) of two operands in shared memory; each operand may be read transposed.
 // Compiled behind wgmma.cuh and in front of wgrad_wgmma.cu or linear_wgmma.cu (kernels/cuda/wgrad.py, linear.py); calls nothing.
 // tests/emulator/cuda_emulator.h has a CPU version of each.
 
