@@ -52,8 +52,8 @@ class GroupedGemm:
         out_features: N.
         in_features: K.
         rows: M, None when it varies from call to call.
-        weight_dtype: of the weight.
-        activation_dtype: of the rows.
+        weight_dtype: the dtype of the weight.
+        activation_dtype: the dtype of the rows.
         needs_grad: the weight requires a gradient and gradients are enabled.
         out_dtype: asked of the GEMM, None for the activation's.
         where: file:line of the call, where the compiler tells.
@@ -222,7 +222,7 @@ def describe(
     Args:
         gemm: names and sizes.
         declined: what `decline_reason` said of it.
-        requires_grad: of the weight, whether or not gradients are enabled.
+        requires_grad: the weight's requires_grad, whether or not gradients are enabled.
         fused: it becomes part of a fused SwiGLU, if it is rewritten.
         unfused: `Program.reason_against_fusing` of the SwiGLU that it stays out of.
         whole: all of the layer's experts become one operator.

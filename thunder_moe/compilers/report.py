@@ -68,8 +68,8 @@ class AttentionEntry:
 
     Attributes:
         graph: which of the function's graphs, 0 for the first one compiled.
-        heads: of the query.
-        key_heads: of keys and values, before they are repeated.
+        heads: the number of heads of the query.
+        key_heads: the number of heads of keys and values, before they are repeated.
         head_dim: width of a head of the keys.
         keys: their number, None when it varies from call to call.
         decision: "grouped" (the heads of a group read the same keys) or "repeated" (as the program says).
@@ -140,8 +140,8 @@ class RewriteReport:
         entries: the grouped GEMMs, over which it iterates too.
         attention: attention that repeats keys and values, or would have without the rewrite.
         routers: softmax and top-k that `moe_router` computes, or could.
-        calls: of each graph of torch.compile with entries. A call that is not among them ran another program: in
-            `torch.func` transforms, for one, or inside of a function that another backend compiles.
+        calls: the calls of each graph of torch.compile with entries. A call that is not among them ran another program:
+            in `torch.func` transforms, for one, or inside of a function that another backend compiles.
     """
 
     entries: tuple[RewriteEntry, ...]
@@ -215,8 +215,8 @@ class Graph:
         entries: a call that lists its grouped GEMMs.
         frame: the line of the code where it was traced (torch.compile).
         others: its attention and routers.
-        told_by: the position of the input that tells which of the models that share the graph calls it: a weight.
-        all_calls: of a graph without such an input.
+        told_by: the position of a weight among the inputs, by which models that share the graph are told apart.
+        all_calls: the calls of a graph without such an input.
         calls: by the id of that weight.
     """
 

@@ -60,7 +60,7 @@ class RouterMatch:
         scores: the tensor of final scores (T, A).
         operations: what it consists of, each once.
         choosing: those of `operations` which no gradient passes.
-        options: of `moe_router`, but for scores_dtype.
+        options: the options of `moe_router`, but for scores_dtype.
     """
 
     top_k: Any

@@ -26,7 +26,7 @@ class Step:
     """One operation of a program, in the order in which it runs; a nested graph is one step, or its steps in a row.
 
     Attributes:
-        name: of the operation, as a report shows it: "mul_", "aten::copy_".
+        name: the name of the operation, as a report shows it: "mul_", "aten::copy_".
         reads: storages of its operands.
         writes: storages that it changes in place; all that it reads if its effects are unknown.
         grad_enabled: the grad mode in force while it runs.

@@ -46,9 +46,9 @@ class Spelling:
         kind: the name by which matchers know the operation; a kind may have several signatures.
         arguments: their names by position; those behind "*" are keywords alone. "..." ignores all others, where the
             result tells what matters.
-        methods: of torch.Tensor, which stand for functions of torch and for symbols of Thunder of these names too.
-        names: of such functions and symbols that are no methods, or methods with another signature.
-        functions: of other names.
+        methods: methods of torch.Tensor; torch's functions and Thunder's symbols of these names count, too.
+        names: functions and symbols that are not methods of torch.Tensor, or whose method has another signature.
+        functions: functions with other names.
     """
 
     kind: str

@@ -62,8 +62,8 @@ class SwiGLU:
         sites: the GEMMs of gate and up, or one GEMM of both.
         product: the operation that makes the result.
         replaced: all of its operations, with `product` and the GEMMs.
-        interleaved: of one GEMM: by how many columns gate and up take turns, 0 where they are its halves.
-        bias: of one GEMM, (E, 2I).
+        interleaved: for one GEMM: the number of columns by which gate and up alternate, 0 if they are its halves.
+        bias: for one GEMM: its bias (E, 2I).
         form: the keywords of the activation where it is not SwiGLU.
         scales: a factor of the rows of the product.
         down: the site of the product, where it is a GEMM of ours on activated rows.

@@ -41,8 +41,8 @@ def cudnn_groups_heads_of(
 
     Args:
         device: "cuda", "cuda:1", ...
-        dtype: of query, keys and values.
-        mask_dtype: of the mask.
+        dtype: the dtype of query, keys and values.
+        mask_dtype: the dtype of the mask.
         heads: Hq.
         key_heads: Hkv.
         width: D.

@@ -25,10 +25,10 @@ def kind_of(name: str, args: Sequence[Any], options: Mapping[str, Any], defaults
     """Return a key for the calls that one chain serves: left out, None at the end and the default are the same.
 
     Args:
-        name: of the operator.
+        name: the name of the operator.
         args: its positional arguments.
         options: its keyword arguments.
-        defaults: of the keyword arguments that have one.
+        defaults: the defaults of the keyword arguments that have one.
     """
     last = len(args)
     while last and args[last - 1] is None:

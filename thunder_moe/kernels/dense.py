@@ -44,11 +44,11 @@ _SLOWER_FROM = {
 
 
 def why_slower(device: torch.device, dtype: torch.dtype, n: int, k: int) -> str | None:
-    """Return why a layer with a weight (n, k) would be slower in 4 bits; None when it would not.
+    """Return why a layer with a weight (n, k) would be slower in 4 bits; None if it would not.
 
     Args:
-        device: of the weight.
-        dtype: of the weight, which that of the activations is taken to be.
+        device: the device of the weight.
+        dtype: the dtype of the weight, assumed to be the activations' dtype, too.
         n: out_features, of all linears that are computed at once.
         k: in_features.
     """

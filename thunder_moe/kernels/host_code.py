@@ -85,7 +85,7 @@ def compile_library(sources: Sequence[Path], options: Sequence[str], libraries: 
 
     Args:
         sources: C++ files.
-        options: of the compiler, for each file.
+        options: the options of the compiler, for each file.
         libraries: what the library is linked with.
 
     Raises:

@@ -116,10 +116,10 @@ def prepare(name: str, args: Sequence[Any], options: dict[str, Any], format: str
     """Prepare the chain of kernels of an operator for all arguments of a kind, for `chains.find`.
 
     Args:
-        name: of the operator.
+        name: the name of the operator.
         args: the arguments of its description, which have passed its checks: weights are `WeightOperands`.
         options: likewise.
-        format: of the operator's weights.
+        format: the number format of the operator's weights.
         kind: `chains.kind_of` these.
     """
     device = args[0].device

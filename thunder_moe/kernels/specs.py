@@ -56,7 +56,7 @@ class GemmSpec:
         num_experts: E.
         n: N, rows of a weight; 2 I with an activation.
         k: K.
-        dtype: of rows and result.
+        dtype: the dtype of rows and result.
         weight: the packed weight.
         target: where it runs.
         top_k: rows of a token, which are gathered by a row_slot; None where rows are given as they are.
@@ -93,7 +93,7 @@ class ExpertsSpec:
         num_experts: E.
         hidden_size: H.
         intermediate_size: I.
-        dtype: of tokens and result.
+        dtype: the dtype of tokens and result.
         ids: the dtype of the expert ids.
         weights: the dtype of the routing weights.
         gate_up: the packed weight (E, 2I, H).
@@ -156,7 +156,7 @@ class CombineSpec:
         tokens: T, positive.
         top_k: A, positive.
         n: N, positive.
-        dtype: of rows and result.
+        dtype: the dtype of rows and result.
         weights: the dtype of the weights; None for no operand.
     """
 
@@ -206,7 +206,7 @@ class LinearSpec:
         num_experts: E, positive.
         n: N, positive.
         k: K, positive.
-        dtype: of rows, weight and result.
+        dtype: the dtype of rows, weight and result.
         target: where it runs.
         transposed: True if the weight is (E, K, N).
         wide_offsets: True if the offsets are int64, not int32.
@@ -237,7 +237,7 @@ class DgradSpec:
         num_experts: E.
         n: N.
         k: K.
-        dtype: of the gradients.
+        dtype: the dtype of the gradients.
         weight: the packed weight.
         target: where it runs.
         rank: R of an adapter, whose product (M, R) x (E, R, K) is added; 0 for none.

@@ -35,8 +35,8 @@ class GroupedLinear(AdaptableLinear):
         in_features: K.
         out_features: N.
         bias: whether there is one.
-        dtype: of the parameters, torch's default when None.
-        device: of the parameters, torch's default when None.
+        dtype: the dtype of the parameters, torch's default when None.
+        device: the device of the parameters, torch's default when None.
         accumulate_into_main_grad: the gradient of a trainable weight is added to ``weight.main_grad``, a float32 tensor
             of its shape that the caller provides, without a rounding to the weight's dtype; ``weight.grad`` stays None.
             With a true ``weight.overwrite_main_grad`` it takes the place of what main_grad holds. Where the weight has

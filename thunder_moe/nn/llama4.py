@@ -90,8 +90,8 @@ class Llama4MoE(nn.Module):
 
     Args:
         config: the sizes.
-        dtype: of the weights, torch's default when None.
-        device: of the weights.
+        dtype: the dtype of the weights, torch's default when None.
+        device: the device of the weights.
     """
 
     def __init__(

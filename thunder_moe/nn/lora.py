@@ -64,7 +64,7 @@ def read_record(record: Tensor, names: Iterable[str]) -> tuple[dict[str, LoRASpe
 
     Args:
         record: as there.
-        names: of the adapters that are stored with it.
+        names: the names of the adapters that are stored with it.
 
     Raises:
         ValueError: the record has not five valid numbers for each of the adapters.

@@ -48,8 +48,8 @@ class PackedModule(AdaptableLinear):
 
     Args:
         weight: (E, N, K); kept in its layout if that is one of `layouts.module_layouts`, else in "linear".
-        weight_dtype: of the 16-bit weight that this one stands for; what `dequantize_` gives back. One for each where
-            it stands for several stacked ones (gate and up).
+        weight_dtype: the dtype of the 16-bit weight that this one stands for; what `dequantize_` gives back. One for
+            each where it stands for several stacked ones (gate and up).
         weight_requires_grad: whether that weight was trainable; likewise.
         auto_layout: whether the weights are laid out for the device that the module is moved to.
         part_features: out_features of each of the weights that it stands for; None: they share N evenly.
@@ -57,7 +57,7 @@ class PackedModule(AdaptableLinear):
     Attributes:
         qdata, scale, global_scale: the tensors of the weight; the last is None in MXFP8. ``module.to(dtype)`` leaves
             them as they are.
-        format_name: of the weight's number format, "nvfp4" or "mxfp8".
+        format_name: the name of the weight's number format, "nvfp4" or "mxfp8".
         weight_dtypes, weights_require_grad: tuples of the above.
         auto_layout: as above.
     """
@@ -401,7 +401,7 @@ class PackedModule(AdaptableLinear):
         return {name: value for name, value in vars(self).items() if name != "_place"}
 
     def _fit_device(self, before: torch.device) -> None:
-        """Convert the weights to the layout of the device that they were moved to; warn if a fixed layout is slow there."""
+        """Convert the weights to the layout of the device that they were moved to; warn if a fixed layout is slow."""
         device, layout, sizes = self.qdata.device, self.layout, (self.out_features, self.in_features)
         if device.type == "meta":
             return

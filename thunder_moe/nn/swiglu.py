@@ -49,8 +49,8 @@ class GroupedSwiGLU(nn.Module):
         num_experts: E.
         hidden_size: H.
         intermediate_size: I.
-        dtype: of the weights.
-        device: of the weights.
+        dtype: the dtype of the weights.
+        device: the device of the weights.
     """
 
     def __init__(

@@ -184,9 +184,9 @@ def f16a_nvfp4weight_moe_experts(
         offsets: int32 (E,).
         slot_row: int32 (T, A).
         weight_on_input: expert_weights multiply the experts' input (Llama 4), not their output.
-        gate_up_layout: of gate_up, one of `thunder_moe.formats.layouts.LAYOUTS`.
-        down_layout: of down.
-        alpha: of the activation, as in `f16a_nvfp4weight_grouped_swiglu`.
+        gate_up_layout: the layout of gate_up, one of `thunder_moe.formats.layouts.LAYOUTS`.
+        down_layout: the layout of down.
+        alpha: the alpha of the activation, as in `f16a_nvfp4weight_grouped_swiglu`.
         limit: likewise.
         up_shift: likewise.
         expert_ranks: how many processes share the experts that the ids are of: about one in so many ids is of an expert
@@ -240,7 +240,7 @@ def moe_experts(
         gate_up_bias: (E, 2I).
         down_bias: (E, H).
         weight_on_input: the weights multiply the experts' input (Llama 4), not their output.
-        alpha: of the activation, as in `f16a_nvfp4weight_grouped_swiglu`.
+        alpha: the alpha of the activation, as in `f16a_nvfp4weight_grouped_swiglu`.
         limit: likewise.
         up_shift: likewise.
         order: what `moe_route` gives for expert_ids, where it is known, as behind `moe_router`.

@@ -100,7 +100,7 @@ def f16a_nvfp4weight_scaled_grouped_mm(
         offsets: int32 (E,), cumulative row ENDS; group 0 starts at row 0. Empty groups are legal.
         blockscale_offsets: read by nvFuser's CUTLASS kernel alone, which derives it when it is missing.
         problem_sizes: likewise.
-        layout: of the weight, one of `thunder_moe.formats.layouts.LAYOUTS`.
+        layout: the layout of the weight, one of `thunder_moe.formats.layouts.LAYOUTS`.
 
     Returns:
         (M, N) in the activation's dtype; rows at or past ``offsets[-1]`` are undefined.

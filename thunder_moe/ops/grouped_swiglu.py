@@ -118,9 +118,9 @@ def f16a_nvfp4weight_grouped_swiglu(
         row_slot: int32 (M,) with M = T * A, as `moe_route` gives it: row r reads token ``row_slot[r] // A``.
         slot_scale: floating point (T, A) with row_slot, or (M,) without: multiplies the rows.
         bias: floating point (E, 2I).
-        layout: of the weight, one of `thunder_moe.formats.layouts.LAYOUTS`.
+        layout: the layout of the weight, one of `thunder_moe.formats.layouts.LAYOUTS`.
         alpha: factor of the gate in the sigmoid.
-        limit: of gate and up, positive; none when None.
+        limit: the positive limit of gate and up; None for no limit.
         up_shift: added to up.
 
     Returns:

@@ -82,21 +82,21 @@ class Operator:
         shapes: the arguments -> the shapes of the results. It reads shapes alone, so that it serves tensors, fake
             tensors and the proxies of Thunder.
         check: raises ValueError for arguments that do not fit; reads no data.
-        check_values: the same for data, which it may read on a CPU alone.
-        dtype: of the results, or the arguments -> those of the results; None for that of the first argument.
+        check_values: raises ValueError for data that does not fit; it reads data on a CPU only.
+        dtype: the results' dtype, or a function from the arguments to it; None for the first argument's dtype.
         gradient: (grad of the first result, *saved arguments, *saved results, needs=, **options) -> the gradients of
-            `differentiable`, those that `needs` asks for. None: the results are integers. It may raise instead.
+            `differentiable` that `needs` asks for. None: the results are integers. It may raise instead.
         differentiable: the names of arguments that get a gradient.
         saved: the positions of the function's arguments that the gradient reads.
-        saved_results: the positions of the results that it reads.
-        signature_of: the function whose parameters it has, where `function` is written for any.
+        saved_results: the positions of the results that the gradient reads.
+        signature_of: the function whose parameters the operator has, if `function` accepts any.
         of_nvfp4: the names of optional arguments that operators of other formats do not have.
-        format: of its weights, if it has any.
+        format: the number format of its packed weights, if it has any.
 
     Attributes:
-        name: of the operator, without the namespace; the function's name has NVFP4's in it.
-        signature: of the operator.
-        positions: of `differentiable` among the arguments.
+        name: the name of the operator, without the namespace; the function's name has NVFP4's in it.
+        signature: the signature of the operator.
+        positions: the positions of the arguments named in `differentiable`.
         public: a function that calls the operator.
     """
 
@@ -441,7 +441,7 @@ def define(
     operator of the same name is replaced, for modules that are reloaded.
 
     Args:
-        name: of the operator, without the namespace.
+        name: the name of the operator, without the namespace.
         schema: behind the name; the operator changes no argument, and returns none.
         kernel: for all devices.
         fake: the same for tensors without data.

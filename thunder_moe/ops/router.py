@@ -140,7 +140,7 @@ def moe_router(
         group_best: see top_groups; 2 in DeepSeek-V3, 1 in DeepSeek-V2.
         mask_to_zero: experts of other groups compete with 0, so that they outrank negative ones; else they are
             chosen never.
-        scores_dtype: of the scores; the logits' when None.
+        scores_dtype: the dtype of the scores; the logits' when None.
 
     Returns:
         scores: (T, A), the weights of the token's experts.
@@ -246,7 +246,7 @@ def moe_linear_router(
         linear_bias: (E,) of the linear layer and of that dtype, a part of the logits.
         bias: (E,), as in `moe_router`: added to the scores for the choice alone.
         logits_dtype: None for the dtype of hidden_states, or float32.
-        scores_dtype: of the scores; hidden_states' when None.
+        scores_dtype: the dtype of the scores; hidden_states' when None.
 
     Returns:
         What `moe_router` returns, and the logits (T, E).

@@ -121,7 +121,7 @@ def f16a_nvfp4weight_scaled_mm(
         weight_scaling_factor: float8_e4m3fn block scales, (N, K // 16) when linear.
         weight_global_scale: float32 () or (N,), the multiplier that decodes.
         bias: (N,), floating point of 16 bits or more.
-        layout: of the weight, one of `thunder_moe.formats.layouts.LAYOUTS`.
+        layout: the layout of the weight, one of `thunder_moe.formats.layouts.LAYOUTS`.
 
     Returns:
         (..., N) in the activation's dtype.

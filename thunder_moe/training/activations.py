@@ -66,7 +66,7 @@ class ScaledSwiGLU(_ScaledActivation):
         glu_interleave_size: s, where gate and up take turns of s columns: they are the two parts of
             ``y.reshape(..., D // (2 * s), 2, s).transpose(-3, -2)``. None: the gate's half of the columns comes first.
         alpha: factor of the gate in the sigmoid.
-        limit: of gate and up, positive; none when None.
+        limit: the positive limit of gate and up; None for no limit.
         up_shift: added to up.
 
     Raises:

@@ -39,13 +39,13 @@ class GroupedMLP(nn.Module):
         num_experts: E.
         hidden_size: H.
         intermediate_size: I.
-        bias: of both projections.
+        bias: True for a bias in both projections.
         activation: called with the output of gate_up_proj and the scales; a `ScaledSwiGLU` when None. gate_up_proj has
             2I out_features, or I where the activation has a false attribute `gated`, as `ScaledSReLU`.
-        dtype: of the parameters.
-        device: of the parameters.
-        accumulate_into_main_grad: of both projections, as in `GroupedLinear`.
-        delay_wgrad: of both projections, as in `GroupedLinear`.
+        dtype: the dtype of the parameters.
+        device: the device of the parameters.
+        accumulate_into_main_grad: for both projections, as in `GroupedLinear`.
+        delay_wgrad: for both projections, as in `GroupedLinear`.
 
     Raises:
         ValueError: a size that is not a positive integer, one that the activation's interleave size does not divide.

@@ -62,7 +62,7 @@ def find_repeated_attention(scope: Scope, *, on_any_device: bool) -> list[Repeat
     """Return the attention of a graph whose keys and values are repeated.
 
     Args:
-        scope: of a graph as dynamo gives it to a backend, with example values.
+        scope: the scope of a graph as dynamo gives it to a backend, with example values.
         on_any_device: rewrite what does not run on CUDA too.
     """
     found = []

@@ -55,7 +55,7 @@ class FusedMoE:
         down: the last product.
         tokens: (T, H).
         ids: the experts (M,) of the slots t * A + a.
-        weights: of the slots (M,).
+        weights: the weights of the slots (M,).
         top_k: A.
         on_input: the weights multiply the rows of tokens, not the results.
         total: node of (T, H), which the operator replaces.
@@ -85,7 +85,7 @@ def find_fused_moe(scope: Scope, blocks: list[SwiGLU], sites: list[Site]) -> lis
     """Return the layers whose experts are grouped GEMMs.
 
     Args:
-        scope: of a graph as dynamo gives it to a backend.
+        scope: the scope of a graph as dynamo gives it to a backend.
         blocks: SwiGLUs whose GEMMs are rewritten.
         sites: all GEMMs that are.
     """

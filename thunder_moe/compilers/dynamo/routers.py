@@ -174,7 +174,7 @@ def share_orders(graph: fx.Graph, program: Program) -> None:
 
     Args:
         graph: behind all other rewrites.
-        program: of the graph before them.
+        program: the program of the graph before them.
     """
     for node in list(graph.nodes):
         experts_sort = node.target in _EXPERTS and len(node.args) in (12, 14) and node.args[-3:] == (None, None, None)

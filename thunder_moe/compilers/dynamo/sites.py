@@ -85,7 +85,7 @@ class Weights:
     def __init__(self, scopes: list[Scope], tensors: dict[fx.Node, torch.Tensor]) -> None:
         """
         Args:
-            scopes: of dynamo's graph, the root first.
+            scopes: the scopes of dynamo's graph, the root first.
             tensors: the real tensor of each placeholder and get_attr node of the root that has one.
         """
         self._scopes = scopes

@@ -151,7 +151,7 @@ class _Call:
 
     Attributes:
         tensors: the operands, and those of the optional ones that are given.
-        layout: of the block scales.
+        layout: the layout of the block scales.
         activation_amax: known from calibration, or None.
         unknown: the first argument that the translators do not read and that differs from its default; None if none.
     """

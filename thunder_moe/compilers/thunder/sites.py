@@ -43,13 +43,13 @@ class Site:
 
     Attributes:
         bsym: its symbol.
-        position: of the symbol, or of the one that holds it, among the trace's.
+        position: the position in the trace of the symbol, or of the symbol that contains it.
         gemm: names and sizes.
         weight: the computation's argument that holds the weight, None if none does.
         transposed: that argument is (E, K, N), not (E, N, K).
         reason: why it stays 16-bit, None when it is rewritten.
         grad_enabled: the grad mode in force at the GEMM.
-        is_thunder_moe_op: of GroupedLinear or GroupedMLP, whose result is zero past the last row end.
+        is_thunder_moe_op: True for GroupedLinear and GroupedMLP, whose results are zero past the last row end.
     """
 
     bsym: BoundSymbol

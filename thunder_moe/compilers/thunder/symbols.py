@@ -110,7 +110,7 @@ def register(
     """Register a symbol of the executor.
 
     Args:
-        name: of the symbol.
+        name: the name of the symbol.
         run: computes it from tensors.
         gradient: Thunder's grad transform; None: it is a constant to autodiff.
         meta: makes the proxies of its results; None: they are what `run` makes of tensors without data.

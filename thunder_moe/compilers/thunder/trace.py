@@ -77,7 +77,7 @@ class Computation:
     """One pass over a computation trace, before autodiff.
 
     Attributes:
-        bound_symbols: of the trace; a position is an index of these.
+        bound_symbols: the bound symbols of the trace; a position is an index of these.
         arguments: the trace's arguments by name.
         readers: name -> positions of the symbols that read it, the trace's output among them.
         position: name -> position of the symbol that makes it.

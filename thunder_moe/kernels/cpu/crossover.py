@@ -101,7 +101,7 @@ def limits_for(
     """Return the limits for a dtype: already used in this process, else read from the file, else measured.
 
     Args:
-        dtype: of the activations.
+        dtype: the dtype of the activations.
         kernels: name -> limits with which all rows take that kernel; exactly one of SLICES is among them.
         seconds: dtype, rows, limits -> the time of one product; math.inf where the kernel fails.
         file: where limits are kept, by machine and dtype.

@@ -162,7 +162,7 @@ def moe_experts(
 
     Args:
         call: the operands.
-        configs: of the two GEMMs, in place of those that are best.
+        configs: the configurations of the two GEMMs; None for the best ones.
         out: contiguous (T, H) that the result is written into.
     """
     if not _runs_on_reference(call.hidden_states, call.gate_up) and call.expert_ids.numel():

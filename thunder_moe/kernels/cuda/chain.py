@@ -72,7 +72,7 @@ class ChainBuilder:
     """Describes the operands of a chain, in their order, its results and its launches, in theirs.
 
     Args:
-        device: of all tensors, with an index.
+        device: the device of all tensors; it has an index.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -141,9 +141,10 @@ class ChainBuilder:
 
         Args:
             sources, expression, threads, shared_bytes, argument: as in `nvrtc.kernel`.
-            blocks: of the grid.
-            fields: of the argument and of the structs in it, in order; None for no pointer.
-            multiprocessors: of the device, for persistent kernels: at most as many blocks are launched as run at once.
+            blocks: the number of blocks of the grid.
+            fields: the values of the argument's and its structs' fields, in order; None for a null pointer.
+            multiprocessors: the number of multiprocessors of the device, for persistent kernels: at most as many blocks
+                are launched as run at once.
         """
         places = list(_places(argument))
         assert len(places) == len(fields), (argument, len(places), len(fields))

@@ -104,9 +104,9 @@ class GemmConfig:
         depth: chunks of weights in flight (1, 2 or 4) for "split", stages of tokens for "staged" and "wgmma"; blocks of
             64 k of a warpgroup in a stage for "tiled_mma" and "tiled_cluster", of a stage for "tiled_wgmma"; for the
             latter two K has to be a multiple of a stage.
-        stream_k: of the kernels of tiled weights, whether blocks share tiles where some of them would have none.
-        splits: of "tiled_cluster", blocks of a cluster, which share the K of a tile.
-        format: of the weights, one of `FORMATS`.
+        stream_k: for kernels of tiled weights: True if blocks share tiles when some blocks would have none.
+        splits: for "tiled_cluster", the number of blocks in a cluster; they share the K of a tile.
+        format: the number format of the weights, one of `FORMATS`.
     """
 
     kernel: str

@@ -50,8 +50,9 @@ def config_of(kernel: nvrtc.Kernel, blocks: int, multiprocessors: int | None) ->
 
     Args:
         kernel: the kernel.
-        blocks: of the grid.
-        multiprocessors: of the device, for persistent kernels: at most as many blocks are launched as run at once.
+        blocks: the number of blocks of the grid.
+        multiprocessors: the number of multiprocessors of the device, for persistent kernels: at most as many blocks are
+            launched as run at once.
     """
     if multiprocessors is not None:
         blocks = min(blocks, multiprocessors * kernel.blocks_per_multiprocessor)

@@ -82,7 +82,7 @@ def append_linear(
 
     Args:
         chain: the chain.
-        spec: of the GEMM.
+        spec: the spec of the GEMM.
         kernel: of `KERNELS`; "wgmma" and "mma" take 16-bit numbers, N and K that are multiples of 8, operands that are
             aligned to 16 bytes.
         x, weight, offsets, out: operands and result.
@@ -134,7 +134,7 @@ def append_packed_linear(
 
     Args:
         chain: the chain.
-        spec: of the gradient, of at most `MAX_EXPERTS` experts.
+        spec: the spec of the gradient, of at most `MAX_EXPERTS` experts.
         x, weight, offsets, out: operands and result.
         adapter: (inner, b, ...) with the spec's rank: rows (M, R) times b (E, R, K) are added.
     """

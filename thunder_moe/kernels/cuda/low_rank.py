@@ -65,7 +65,7 @@ def dgrad(
 ) -> Tensor | None:
     """Multiply (M, N), and add outer (M, R) times a (E, R, K): -> (M, K), undefined past the end; None if unserved.
 
-    config: of the kernel that transposes weights in registers, in place of the choice; per-row scales have none.
+    `config` overrides the choice of the kernel that transposes weights in registers; per-row scales have no kernel.
     """
     (experts, n, k), m, rank = weight.shape, grad.shape[0], outer.shape[1]
     packed = weight_spec(weight)

@@ -39,7 +39,7 @@ class Kernel:
     Args:
         function: of cuda.bindings.driver.
         device: the index of the device.
-        threads: of a block.
+        threads: the number of threads of a block.
         shared_bytes: dynamic shared memory of a block.
         overlap: programmatic dependent launch: the kernel may start while the one before it in the stream still runs,
             and waits for its results itself (`await_previous_kernel` of common.cuh). Needs SM90.
@@ -86,7 +86,7 @@ def tensor_map(address: int, rows: int, k: int, box_rows: int) -> bytes:
 
     Args:
         address: on the device, a multiple of 16.
-        rows: of the matrix.
+        rows: the number of rows of the matrix.
         k: numbers in a row, a multiple of 8.
         box_rows: at most 256.
     """
@@ -154,7 +154,7 @@ def kernel(
     Args:
         sources: see `compile_files`.
         expression: names the kernel.
-        threads: of a block.
+        threads: the number of threads of a block.
         shared_bytes: dynamic shared memory of a block.
         device: its index.
         argument: the struct that the kernel takes.

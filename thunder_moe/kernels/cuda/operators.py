@@ -50,7 +50,7 @@ class _Call(NamedTuple):
         chain: that takes them.
         samples: the arguments; None for those that the operator of another format does not have.
         places: the addresses of those that are tensors.
-        format: of the weights.
+        format: the number format of the weights.
     """
 
     chain: ChainBuilder
@@ -71,7 +71,8 @@ def describe(name: str, args: Sequence[Any], options: dict[str, Any]) -> tuple[C
     """Return the chain of an operator for all arguments of the kind of these.
 
     Args:
-        name: of the operator, or of a step that no operator has (`combine`, `f16a_nvfp4weight_grouped_mm_low_rank`).
+        name: the name of the operator, or of a step that no operator has (`combine`,
+            `f16a_nvfp4weight_grouped_mm_low_rank`).
         args: its positional arguments, which have passed its checks; weights as `WeightOperands`.
         options: its keyword arguments, and those of `_OPERATORS` that the operator itself does not have.
 
@@ -171,7 +172,7 @@ def unserved_reason(spec: GemmSpec, rows: int | None = None) -> str | None:
     split, and many rows, whose weights are converted first.
 
     Args:
-        spec: of the GEMM.
+        spec: the spec of the GEMM.
         rows: how many of the spec's rows are expected to be of its experts.
     """
     if spec.dtype == torch.float32:
@@ -270,10 +271,10 @@ def _gemm(
 
     Args:
         call: the arguments.
-        layout: of the weight.
+        layout: the layout of the weight.
         config: in place of the best one.
         offsets, row_slot, slot_scale, bias: the positions of these arguments; None for no such argument.
-        form: of the activation.
+        form: the form of the activation.
         transposed: the weight is (E, K, N).
     """
     positions = (offsets, row_slot, slot_scale, bias)

@@ -28,9 +28,9 @@ class GemmPlan:
         config: the kernel and its template parameters.
         sources: the files of the kernel's source.
         expression: the kernel's C++ name.
-        threads: of a block.
+        threads: the number of threads of a block.
         shared_bytes: dynamic shared memory of a block.
-        blocks: of the grid, before it is limited to those that run at once.
+        blocks: the number of blocks of the grid, before it is limited to blocks that run at once.
         gather: the kernel that gathers the rows beforehand, and the shape of its output; None where the GEMM does.
         workspace: int32 of the tile counter, the semaphores and the sums of single rows; 0 for kernels without a tile
             scheduler.
@@ -57,7 +57,7 @@ def plan_gemm(spec: GemmSpec, config: GemmConfig | None = None) -> GemmPlan:
     """Return the plan for rows (M, K) and weights (E, N, K).
 
     Args:
-        spec: of the GEMM.
+        spec: the spec of the GEMM.
         config: in place of the one that `choose_config` chooses.
 
     Raises:

@@ -115,7 +115,7 @@ def append_gemm(
 
     Args:
         chain: the chain.
-        spec: of the GEMM.
+        spec: the spec of the GEMM.
         plan: `plan_gemm` of the spec.
         x: the rows or tokens.
         weight: in the layout of the plan's configuration.
@@ -235,7 +235,7 @@ def append_combine(
 
     Args:
         chain: the chain.
-        spec: of the sum.
+        spec: the spec of the sum.
         rows, slot_row, slot_weight, out: the operands and the result.
         rows_from_previous_kernel: True if the kernel launched right before writes the rows and no other operand.
     """
@@ -276,9 +276,9 @@ def append_experts(
 
     Args:
         chain: the chain.
-        spec: of the layer; its sizes are positive and its features are even.
+        spec: the spec of the layer; its sizes are positive and its features are even.
         plans: `plan_gemm` of the two GEMMs.
-        operands: of the layer.
+        operands: the operands of the layer.
         out: the result, (T, H), or the rows (M, H) where the spec says that they are not summed.
     """
     first, second = spec.gate_up_gemm, spec.down_gemm

@@ -56,7 +56,7 @@ def append_router(chain: ChainBuilder, spec: RouterSpec, logits: Address, bias: 
 
     Args:
         chain: the chain.
-        spec: of the router, without `unserved_reason`; at least one token.
+        spec: the spec of the router, without `unserved_reason`; at least one token.
         logits: (T, E).
         bias: (E,), where the spec has it.
 
@@ -110,7 +110,7 @@ def append_linear_router(
 
     Args:
         chain: the chain.
-        spec: of the router, with a hidden size; `serves_linear`.
+        spec: the spec of the router, with a hidden size; `serves_linear` is True for it.
         x: (T, H).
         weight: (E, H).
         linear_bias: (E,), of the linear layer.

@@ -53,7 +53,7 @@ def wgrad(
         accumulate: add. Where nothing is added, `out` is not read, and experts without rows get zeros.
         kernel: of `KERNELS`, by default the fastest that takes the operands: "wgmma" (SM90) and "mma" take 16-bit rows
             of 16-byte multiples.
-        columns: of K in a tile of "wgmma": 256, 192 or 128.
+        columns: the number of columns of K in a tile of "wgmma": 256, 192 or 128.
     """
     x, grad, offsets = x.detach().contiguous(), grad.detach().to(x.dtype).contiguous(), offsets.contiguous()
     where = target(x.device)
