@@ -47,11 +47,11 @@ class GroupedGemm:
     """Shapes, dtypes and gradient state of one grouped GEMM ``(M, K) x (E, K, N) -> (M, N)``.
 
     Attributes:
-        weight: qualified name of the parameter or buffer that is the weight; None when it is neither.
+        weight: qualified name of the parameter or buffer that is the weight; None if it is neither.
         experts: E.
         out_features: N.
         in_features: K.
-        rows: M, None when it varies from call to call.
+        rows: M, None if it varies from call to call.
         weight_dtype: the dtype of the weight.
         activation_dtype: the dtype of the rows.
         needs_grad: the weight requires a gradient and gradients are enabled.
@@ -178,7 +178,7 @@ def decline_reason(gemm: GroupedGemm) -> str | None:
 
 
 def swaps_last_dims(weight: torch.Tensor, view: torch.Tensor) -> bool | None:
-    """True if a view of a weight (E, A, B) has its last two dims swapped; None when it is not a view of all of it.
+    """True if a view of a weight (E, A, B) has its last two dims swapped; None if it is not a view of all of it.
 
     Both may be meta tensors. That they share their storage is up to the caller.
     """
@@ -192,7 +192,7 @@ def swaps_last_dims(weight: torch.Tensor, view: torch.Tensor) -> bool | None:
     return True if layout == (swapped.shape, swapped.stride()) else None
 
 
-# What a report says of one GEMM: (its names and sizes, "16-bit" or its format with or without " + swiglu", why).
+# The report of one GEMM: (its names and sizes, "16-bit" or its format with or without " + swiglu", why).
 Decision = tuple[GroupedGemm, str, str]
 
 # The decision that a report shows for the operators of modules that `quantize_` has swapped in, by operator name.

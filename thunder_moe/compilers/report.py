@@ -71,7 +71,7 @@ class AttentionEntry:
         heads: the number of heads of the query.
         key_heads: the number of heads of keys and values, before they are repeated.
         head_dim: width of a head of the keys.
-        keys: their number, None when it varies from call to call.
+        keys: their number, None if it varies from call to call.
         decision: "grouped" (the heads of a group read the same keys) or "repeated" (as the program says).
         reason: why.
         where: file:line of the call, where the compiler tells.
@@ -95,7 +95,7 @@ class RouterEntry:
         graph: which of the function's graphs, 0 for the first one compiled.
         experts: E.
         top_k: the experts of a token.
-        tokens: T, None when it varies from call to call.
+        tokens: T, None if it varies from call to call.
         decision: "moe_router" or "as written".
         reason: why.
         where: file:line of the call of torch.topk, where the compiler tells.
@@ -297,7 +297,7 @@ def record(
     """Keep what was decided on a graph's (gemm, decision, reason); warn while nothing at all was rewritten.
 
     Args:
-        owner: of the compiled function (see _GRAPHS); None when it is not known.
+        owner: the owner of the compiled function (see _GRAPHS); None if it is unknown.
         decisions: (gemm, decision, reason) of each grouped GEMM of the graph.
         frame: file and line of the code that the graph was traced from, where graphs can be shared by functions.
         others: what was decided on the graph's attention and routers.

@@ -39,7 +39,7 @@ class RouterGraph(Operations, Protocol):
     """
 
     def result(self, operation: Any, index: int = 0) -> Any:
-        """Return a result of an operation; None where nobody reads it, or it is read in a way of its own."""
+        """Return a result of an operation; None if nothing reads it, or it is read in an unknown way."""
 
     def readers(self, tensor: Any) -> set[Any]:
         """Return the operations that read a tensor; the program's end is one of them."""
@@ -97,7 +97,7 @@ def match_router(graph: RouterGraph, top_k: Any) -> RouterMatch | None:
 
 
 def reason_against_kernels(graph: RouterGraph, match: RouterMatch) -> str | None:
-    """Return why no kernel runs a router; None where one does."""
+    """Return why no kernel runs a router; None if one does."""
     logits, scores, options = graph.example(match.logits), graph.example(match.scores), match.options
     if logits.dtype not in _DTYPES or logits.device.type not in ("cpu", "cuda"):
         return "its logits are no tensor of 16 or 32 bits on a CPU or CUDA device"

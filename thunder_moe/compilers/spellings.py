@@ -58,7 +58,7 @@ class Spelling:
     functions: tuple[Callable[..., Any], ...] = ()
 
     def named(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any] | None:
-        """Return the arguments of a call by name, in order, without those that are None; None where the signature has
+        """Return the arguments of a call by name, in order, without those that are None; None if the signature has
         others."""
         positional, _, keywords = (part.replace("...", "").split() for part in self.arguments.partition("*"))
         more = args[len(positional) :]
@@ -165,10 +165,10 @@ _TABLE = (
     ),
 )  # fmt: skip
 
-# What a node of an FX graph calls, the name of one of Thunder's symbols -> its row.
+# The target of an FX node, or the name of one of Thunder's symbols -> its row.
 TARGETS: dict[Any, Spelling] = {target: row for row in _TABLE for target in row.targets()}
 SYMBOLS = {name: row for row in _TABLE for name in (*row.methods.split(), *row.names.split())}
-# Those of `TARGETS` that change their first argument.
+# The targets that change their first argument.
 IN_PLACE = {operator.iadd, operator.imul, operator.itruediv, operator.setitem} | {
     target for target in TARGETS if str(getattr(target, "__name__", target)).split(".")[0].endswith("_")
 }

@@ -67,7 +67,7 @@ class SwiGLU:
         form: the keywords of the activation where it is not SwiGLU.
         scales: a factor of the rows of the product.
         down: the site of the product, where it is a GEMM of ours on activated rows.
-        reason: why these operations cannot be one operator, None when they become it.
+        reason: why these operations cannot be one operator, None if they become it.
     """
 
     sites: tuple[Any, ...]

@@ -1,4 +1,4 @@
-"""Tells whether torch's attention reads the keys and values of grouped heads without repeating them: cuDNN's does.
+"""Tells if torch's attention reads the keys and values of grouped heads without repeating them, as cuDNN's does.
 Called by compilers/dynamo/attention.py and integrations/huggingface/attention.py; calls torch.
 
 scaled_dot_product_attention(enable_gqa=True) with a mask runs cuDNN where torch prefers it (SM90 and SM100), otherwise

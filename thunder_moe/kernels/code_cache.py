@@ -47,7 +47,7 @@ def read(key: str, *, quiet: bool = False) -> bytes | None:
 
     Args:
         key: a hash of everything that the content depends on, in hexadecimal.
-        quiet: whether to log nothing, as a caller that reads the file again before it compiles.
+        quiet: True to log nothing, for a caller that reads the file again before it compiles.
     """
     place = folder()
     if place is None:

@@ -61,7 +61,7 @@ def select(device: torch.device, *, backend: str | None = None, format: str = NV
 
     Args:
         device: where the operands are.
-        backend: a name of `BACKENDS` or `SIMULATIONS` to insist on; when None that of `use_backend`, else the best one
+        backend: a name of `BACKENDS` or `SIMULATIONS` to insist on; None for the backend of `use_backend`, or the best
             available.
         format: the name of the weights' number format. Simulations, which are of NVFP4, leave others to the best
             backend.

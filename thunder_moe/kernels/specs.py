@@ -59,7 +59,7 @@ class GemmSpec:
         dtype: the dtype of rows and result.
         weight: the packed weight.
         target: where it runs.
-        top_k: rows of a token, which are gathered by a row_slot; None where rows are given as they are.
+        top_k: the number of rows of a token, gathered by a row_slot; None if rows are already gathered.
         slot_scale: the dtype of that operand; None for no operand.
         bias: the dtype of that operand; None for no operand.
         activation: fused into the GEMM; None for the GEMM alone.

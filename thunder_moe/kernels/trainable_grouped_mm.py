@@ -26,7 +26,7 @@ def _contiguous(tensor: Tensor) -> Tensor:
 
 def forward(a: Tensor, b: Tensor, offsets: Tensor, out_dtype: torch.dtype | None = None) -> Tensor:
     """Multiply (M, K) x (E, K, N) -> (M, N), contiguous."""
-    # Where N is not a multiple of 16 bytes torch pads the rows of the result; graphs promise contiguous ones.
+    # If N is not a multiple of 16 bytes, torch pads the rows of the result; graphs promise contiguous ones.
     return torch._grouped_mm(_readable(a), _readable(b), offs=offsets, out_dtype=out_dtype).contiguous()
 
 

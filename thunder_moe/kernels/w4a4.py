@@ -54,7 +54,7 @@ def quantize_rows(
 
     Args:
         activation: (M, K) float32, bfloat16 or float16; K a multiple of 16.
-        amax: largest magnitude known from calibration; that of `activation` when None. Larger values saturate.
+        amax: largest magnitude known from calibration; None: the largest of `activation`. Larger values saturate.
         live: bool (M, 1), the rows that count for the largest magnitude; all when None.
 
     Returns:

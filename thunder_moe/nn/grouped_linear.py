@@ -34,7 +34,7 @@ class GroupedLinear(AdaptableLinear):
         num_experts: E.
         in_features: K.
         out_features: N.
-        bias: whether there is one.
+        bias: True for a bias.
         dtype: the dtype of the parameters, torch's default when None.
         device: the device of the parameters, torch's default when None.
         accumulate_into_main_grad: the gradient of a trainable weight is added to ``weight.main_grad``, a float32 tensor
@@ -54,7 +54,7 @@ class GroupedLinear(AdaptableLinear):
 
     weight: nn.Parameter
     bias: nn.Parameter | None
-    _sharded = False  # whether the parameters are DTensors, of which a rank computes with its own part
+    _sharded = False  # True if the parameters are DTensors; a rank computes with its own part
 
     def __init__(
         self,

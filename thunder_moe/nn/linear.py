@@ -238,7 +238,7 @@ class _OncePerCall:
             self.held = None
 
     def take(self, x: Tensor, index: int) -> Tensor | None:
-        """Return the outputs of all parts of this call for x, once for each part; None where there are none."""
+        """Return the outputs of all parts of this call for x, once for each part; None if there are none."""
         held = self.held
         if held is None or held[0] is not x or held[1] != _state(x) or not held[3].pop(index, False):
             return None

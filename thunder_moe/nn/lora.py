@@ -127,7 +127,7 @@ class LoRALinear(nn.Module):
         """Return rank, scaling, dropout, parts and place among the active ones (0: not active) of each adapter, in the
         order of their names: float64 (adapters, 5).
 
-        Merged adapters are left out; None where all are.
+        Merged adapters are left out; None if all are.
         """
         active = self.lora_active
         rows = [
@@ -216,13 +216,13 @@ class LoRALinear(nn.Module):
         return linear(linear(x, a, offsets, None, None), b, offsets, None, None)
 
     def lora_drops_out(self) -> bool:
-        """Return whether an active adapter has a dropout now."""
+        """True if an active adapter has a dropout now."""
         return self.training and any(self.lora_specs[name].dropout > 0 for name in self.lora_active)
 
     def lora_pair(self, dtype: torch.dtype, names: tuple[str, ...] | None = None) -> tuple[Tensor, Tensor] | None:
         """Return A (E, R, K) and scaled B (E, N, R) of these adapters together, by default the active ones.
 
-        None where there are none.
+        None if there are none.
         """
         pairs = [self._pair(name) for name in (self.lora_active if names is None else names)]
         if not pairs:
@@ -289,7 +289,7 @@ class NVFP4LoRAGroupedLinear(LoRALinear, NVFP4GroupedLinear):
     """`NVFP4GroupedLinear` with adapters, as `thunder_moe.add_lora_` makes it."""
 
     lora_unmerged: PackedWeight | None
-    lora_to_restore = False  # whether `dequantized` is to have the active adapters in it
+    lora_to_restore = False  # True if `dequantized` includes the active adapters
 
     def forward(self, x: Tensor, offsets: Tensor, bias_scale: Tensor | None = None) -> Tensor:
         """Return the result of `NVFP4GroupedLinear.forward` plus the result of the active adapters."""

@@ -50,8 +50,8 @@ class PackedModule(AdaptableLinear):
         weight: (E, N, K); kept in its layout if that is one of `layouts.module_layouts`, else in "linear".
         weight_dtype: the dtype of the 16-bit weight that this one stands for; what `dequantize_` gives back. One for
             each where it stands for several stacked ones (gate and up).
-        weight_requires_grad: whether that weight was trainable; likewise.
-        auto_layout: whether the weights are laid out for the device that the module is moved to.
+        weight_requires_grad: True if that weight was trainable; likewise.
+        auto_layout: True if the weights are laid out for the device that the module is moved to.
         part_features: out_features of each of the weights that it stands for; None: they share N evenly.
 
     Attributes:
@@ -66,15 +66,15 @@ class PackedModule(AdaptableLinear):
     scale: Tensor
     global_scale: Tensor
     format_name: str = NVFP4.name
-    auto_layout: bool = False  # of modules pickled before there was a choice
-    _layout_to_be: str | None = None  # once the scales have been loaded whose codes were
+    auto_layout: bool = False  # for modules pickled by versions without this choice
+    _layout_to_be: str | None = None  # the layout after the scales follow the codes that were loaded
     _relaid: int = 0  # times that a buffer took another shape: torch.compile of torch < 2.13 guards no shape here
     _part_features: tuple[int, ...] | None = None  # None: evenly
     _cut: Any = None  # how parallel.shards has cut the weight: this rank has a part of what state dicts have
-    # Of a weight that processes share by transformers' plans: (dim, index, count) of this one's part, dim 0 of
+    # For a weight that processes share by transformers' plans: (dim, index, count) of this one's part, dim 0 of
     # experts, 1 of out_features, 2 of in_features.
     process_part: tuple[int, int, int] | None = None
-    _of_experts = True  # whether the buffers have the dimension of experts
+    _of_experts = True  # True if the buffers have the dimension of experts
     _place: SnapshotPlace | None = None
 
     def __init__(
@@ -106,7 +106,7 @@ class PackedModule(AdaptableLinear):
             )
         self.auto_layout, self.format_name = auto_layout, weight.format.name
         layout = weight.layout if weight.layout in module_layouts(weight.format) else LINEAR
-        for field in NVFP4.fields:  # those that the format does not have are None
+        for field in NVFP4.fields:  # fields that the format lacks are None
             self.register_buffer(field, None)
         self._buffers.update(zip(self._fields, self._own(weight.to_layout(layout)), strict=True))
 
@@ -256,7 +256,7 @@ class PackedModule(AdaptableLinear):
                 torch.autograd.graph.increment_version(buffer)  # a backward that waits for the old bytes fails
 
     def obstacle_to_narrow(self, dim: int, count: int, parts: int = 1) -> str | None:
-        """Return why `narrow_` cannot cut the weight into `count` equal parts in its layout; None when it can."""
+        """Return why `narrow_` cannot cut the weight into `count` equal parts in its layout; None if it can."""
         if dim == 1 and self._part_features is not None:
             return f"it stands for weights of {self._part_features} out_features together"
         pieces = parts * count

@@ -53,7 +53,7 @@ class NVFP4GroupedLinear(PackedModule):
 
     bias: nn.Parameter | None
     options_of_training: tuple[tuple[str, bool], ...] = ()  # of the GroupedLinear that it stands for
-    _sharded = False  # whether the bias is a DTensor; the buffers are this rank's own then
+    _sharded = False  # True if the bias is a DTensor; the buffers are this rank's own then
 
     def __init__(self, weight: PackedWeight, bias: Tensor | None = None, **options: Any) -> None:
         super().__init__(weight, **options)

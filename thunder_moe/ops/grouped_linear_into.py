@@ -244,7 +244,7 @@ def run_waiting(waiting: deque[Waiting], main_grad: bool) -> None:
     if not waiting:
         return
     pair = waiting[0]
-    weight = pair.weight  # that of the call: `torch.func.functional_call` gives others than a module has
+    weight = pair.weight  # the call's weight: `torch.func.functional_call` may replace the module's
     if not weight.requires_grad:
         raise ValueError("weight: got a frozen one, whose gradient waits; wanted it trainable until backward_dw()")
     tensors = dict(rows=pair.rows, gradient=pair.grad, offsets=pair.offsets)

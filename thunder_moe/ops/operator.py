@@ -259,7 +259,7 @@ class Operator:
     def __call__(self, *args: Any, **options: Any) -> Any:
         """Call the operator, past the dispatcher where it has nothing to do."""
         if self._least <= len(args) <= len(self._positional) and is_plain_eager(args[0]):
-            for chain in self._mru:  # which compare every argument themselves
+            for chain in self._mru:  # a chain compares every argument itself
                 result = chain(*args, **options)
                 if result is not None:
                     return result
@@ -307,7 +307,7 @@ class Operator:
             return self._compute(*self.described(args), **options)
         self._mru = (chain, *[other for other in self._mru if other is not chain][: _MAX_RECENT - 1])
         result = chain(*args, **options)
-        # None for another alignment, say.
+        # The chain may return None, for example for another alignment.
         return self._compute(*self.described(args), **options) if result is None else result
 
     def _run(self, *args: Any, **options: Any) -> Any:
@@ -377,7 +377,7 @@ def _kinds_of(declared: str) -> tuple[type, ...]:
     return _KINDS[of_value] if of_value == declared else (*_KINDS[of_value], type(None))
 
 
-# By the representation of a set of dispatch keys: whether a backend's key alone is left below autograd's.
+# Representation of a set of dispatch keys -> True if only a backend's key is left below autograd's.
 _PLAIN: dict[int, bool] = {}
 
 
@@ -415,7 +415,7 @@ def is_plain_eager(tensor: Tensor) -> bool:
         and forward_ad._current_level < 0
         and not _is_functional(tensor)
         and chosen_backend() is None
-        and not _profiler_enabled()  # whose rows are what the dispatcher calls
+        and not _profiler_enabled()  # it lists the dispatcher's calls
     )
 
 

@@ -34,7 +34,7 @@ def _fake_dgrad(grad: Tensor, b: Tensor, offsets: Tensor) -> Tensor:
 
 
 def _wgrad(a: Tensor, grad: Tensor, offsets: Tensor, row_major: bool = False) -> Tensor:
-    # Where a dimension is not a multiple of 16 bytes torch pads the rows of the result.
+    # If a dimension is not a multiple of 16 bytes, torch pads the rows of the result.
     weight_grad = kernels.wgrad(a, grad, offsets, row_major)
     return weight_grad.contiguous() if row_major else weight_grad.mT.contiguous().mT
 

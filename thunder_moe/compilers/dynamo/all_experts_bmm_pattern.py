@@ -151,7 +151,7 @@ def _reason_against_routing(scope: Scope, routing: Routing, replaced: set[fx.Nod
         program.reason_against_fusing(positions, dict.fromkeys(handed_on, "an intermediate"))
         or change(position[routing.repeated], place, tokens, "the tokens")
         or change(position[routing.scatter], place, values, "the router's choice")
-        # Of k different experts, as a top-k gives them.
+        # The values belong to k different experts, like a top-k's.
         or change(position[given(indices)["input"]], place, indices, "the experts")
         or (change(place, end, tokens, "the tokens") if differentiable else None)
     )

@@ -145,7 +145,7 @@ def _behind_repeat(node: Any) -> _Repeat | None:
 
 
 def _repeats(source: Any, repeated: fx.Node) -> int | None:
-    """Return how often the heads of (B, Hkv, L, D) are in (B, Hkv * G, L, D); None where the other sizes differ."""
+    """Return how often the heads of (B, Hkv, L, D) are in (B, Hkv * G, L, D); None if the other sizes differ."""
     few, many = value_of(source), value_of(repeated)
     if few is None or many is None or few.ndim != 4 or many.ndim != 4:
         return None

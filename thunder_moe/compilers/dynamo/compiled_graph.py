@@ -52,7 +52,7 @@ def compile_graph(
         owner: to whom `rewrite_report` attributes the graph.
         format: the number format of the weights, or a function that names one.
         option: the name of the option that gave the format, for errors.
-        attention: whether attention that repeats keys and values is rewritten; None: on CUDA.
+        attention: True if attention that repeats keys and values is rewritten; None: on CUDA.
         dynamic: as torch.compile's.
         note: what the report adds to the reason of each GEMM that is rewritten.
 
@@ -90,7 +90,7 @@ def _runner(
         in_16_bit: dynamo's graph, for calls that nothing but a look at each can tell from others: training forwards
             (dynamo guards on the grad mode alone, and before torch 2.13 not on what its parameters require), and those
             given an input that the graph changes and that shares its memory with a packed weight, or with another input
-            where it did not before; and where a weight holds NaN or Inf. None where no weight is packed.
+            where it did not before; and where a weight holds NaN or Inf. None if no weight is packed.
     """
 
     trained, writes = (

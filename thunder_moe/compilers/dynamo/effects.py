@@ -155,7 +155,7 @@ def _name(node: fx.Node) -> str:
 
 
 def _written(node: fx.Node, value_of: Callable[[fx.Node], Any]) -> Collection[int] | None:
-    """Return the storages that a node writes; None when nobody can tell."""
+    """Return the storages that a node writes; None if they are unknown."""
     target: Any = node.target
     values = fx.map_arg((node.args, node.kwargs), value_of)
     args, kwargs = values

@@ -114,7 +114,7 @@ def _is_false(scope: Scope, mask: Any, reader: fx.Node) -> bool:
 
 
 def _is_same(scope: Scope, source: Any, node: fx.Node, shared: Set[int]) -> bool:
-    """True if replacing a copy by its source is unobservable: both alike, nobody reads the source later, or
+    """True if replacing a copy by its source is unobservable: both alike, nothing reads the source later, or
     changes the copy, and neither is among the tensors that the graph shares with its caller."""
     old, new = value_of(source), value_of(node)
     if not isinstance(old, Tensor) or is_traceable_wrapper_subclass(old) or is_in_a_function_transform(old):

@@ -146,7 +146,7 @@ class Rewritten:
 
         Args:
             given: inputs of dynamo's graph.
-            hidden: whether `safety.is_hidden_training_forward`.
+            hidden: the value of `safety.is_hidden_training_forward`.
         """
         weights = self.watched if hidden else self.trained
         if weights:

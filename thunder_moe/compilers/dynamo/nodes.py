@@ -37,7 +37,7 @@ _PACKAGE = os.path.dirname(os.path.dirname(os.path.dirname(__file__)))
 
 
 def value_of(node: Any) -> Any:
-    """Return the example value of a node, None when it has none."""
+    """Return the example value of a node, None if it has none."""
     return node.meta.get("example_value", node.meta.get("val")) if isinstance(node, fx.Node) else None
 
 
@@ -49,7 +49,7 @@ def given(node: Any) -> dict[str, Any]:
 
 def _row(node: Any) -> Spelling | None:
     is_call = isinstance(node, fx.Node) and node.op in ("call_function", "call_method")
-    # What is changed in place has to be the first positional argument.
+    # The tensor that is changed in place has to be the first positional argument.
     return TARGETS.get(node.target) if is_call and (node.args or node.target not in IN_PLACE) else None
 
 

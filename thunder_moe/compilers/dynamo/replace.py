@@ -134,7 +134,7 @@ def _finished(graph: fx.Graph, out: fx.Node, offsets: fx.Node, bias: Any, bias_s
     """Add zeros past the last row end, and bias and factors if there are any."""
     if bias is not None or scales is not None:
         return graph.call_function(_OPS.grouped_bias.default, (out, offsets, bias, bias_scale, scales))
-    # Of torch's functions, which inductor makes a part of the kernel that reads the result.
+    # Written with torch's functions, so that inductor fuses it into the kernel that reads the result.
     count = graph.call_method("size", (out, 0))
     options = dict(device=value_of(offsets).device, dtype=torch.int32)
     positions = graph.call_function(torch.arange, (count,), options)
@@ -238,7 +238,7 @@ def replace_node(scope: Scope, old: fx.Node, new: fx.Node) -> None:
 
 
 def erase(scope: Scope, node: fx.Node) -> None:
-    """Erase a node that nobody reads, then those that only it read. Graph-wide dead code elimination takes in-place
+    """Erase a node that nothing reads, then those that only it read. Graph-wide dead code elimination takes in-place
     methods for dead."""
     if node._erased or node.users or node.op == "placeholder" or _is_seen_elsewhere(scope, node):
         return

@@ -63,7 +63,7 @@ def rewrite(
     Args:
         gm: dynamo's graph.
         example_inputs: its inputs.
-        attention: whether attention that repeats keys and values is rewritten; None: on CUDA.
+        attention: True if attention that repeats keys and values is rewritten; None: on CUDA.
 
     Returns:
         What the graph takes now; what was decided on each GEMM, and on such attention and routers.
@@ -140,7 +140,7 @@ class _Packing:
         return replace(packed, nodes=tuple(map(scope.thread_into_subgraph, packed.nodes)))
 
     def finish(self, sites: list[Site], memory: dict[str, Any], told_by: int | Tensor | None) -> Rewritten:
-        """Erase the 16-bit inputs that nobody reads any more, and return what the graph takes; `sites`: all that have
+        """Erase the 16-bit inputs that nothing reads any more, and return what the graph takes; `sites`: all that have
         a weight."""
         packed = dict.fromkeys(weight for key in self.packs for weight in key[2:])
         dropped = {node for node in packed if node.op == "placeholder" and not node.users}

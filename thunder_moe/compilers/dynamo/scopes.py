@@ -24,7 +24,7 @@ from thunder_moe.compilers.safety import Program
 
 __all__ = ["Scope", "copy_of", "scopes_of"]
 
-# Where the operands of a higher-order operator are that the placeholders of its bodies stand for: from this position
+# The operands of a higher-order operator that the placeholders of its bodies stand for: they begin at this position
 # on, or a sequence at it.
 _OPERANDS_FROM = {"tag_activation_checkpoint": 1, "wrap": 1}
 _OPERANDS_AT = {"cond": 3}
@@ -40,7 +40,7 @@ class Scope:
         parent: the scope of the operator that calls it, None for the root.
         call: that operator.
         bodies: all scopes that it calls, this one among them.
-        refusal: why GEMMs in here stay as they are, None when they need not.
+        refusal: why GEMMs in here are not rewritten; None if they may be.
         differentiates_itself: the forward or backward of an `autograd.Function`, whose grad mode tells nothing.
     """
 
@@ -104,7 +104,7 @@ class Scope:
         return attribute(self.module, str(node.target)) if value is None and node.op == "get_attr" else value
 
     def origin(self, node: fx.Node) -> fx.Node | None:
-        """Return the root's input that a node is or is a view of; None where it is neither or nobody can tell."""
+        """Return the root's input that a node is or is a view of; None if it is neither or unknown."""
         scope = self
         while scope.parent is not None or node.op not in ("placeholder", "get_attr"):
             if node.op == "placeholder":
@@ -187,7 +187,7 @@ def _name_of(call: fx.Node) -> str:
 
 
 def _operands(call: Any) -> tuple[Any, ...] | None:
-    """Return the operands that the placeholders of the bodies stand for; None where that is not known."""
+    """Return the operands that the placeholders of the bodies stand for; None if that is not known."""
     kind = _name_of(call)
     if kind in _OPERANDS_FROM:
         return tuple(call.args[_OPERANDS_FROM[kind] :])

@@ -50,9 +50,9 @@ class Site:
         node: its call.
         scope: the graph that it is in.
         gemm: names and sizes.
-        weight: the root's placeholder or get_attr node of the weight, None when there is none behind mat_b.
+        weight: the root's placeholder or get_attr node of the weight, None if there is none behind mat_b.
         transposed: the weight is (E, K, N), not (E, N, K).
-        reason: why it stays 16-bit, None when it is rewritten.
+        reason: why it stays 16-bit, None if it is rewritten.
     """
 
     node: fx.Node

@@ -68,7 +68,7 @@ def _checker(symbol: Symbol) -> Callable[..., bool]:
 
 
 def refusal(symbol: Symbol, *args: Any, **kwargs: Any) -> str | None:
-    """Return why nvFuser does not run a call of one of the two operators, None when it does. The gates, in order:
+    """Return why nvFuser does not run a call of one of the two operators; None if it does. The checks, in order:
 
     - no argument but the operands, layout and activation_amax differs from its default;
     - everything on one CUDA device, of compute capability exactly 10.0, the only one that the kernel is built for;
@@ -205,7 +205,8 @@ def _gemm(call: _Call, definition: _Definition) -> Any:
     )
 
 
-# What the GEMMs of a fusion share, by the proxies that it is made of; it lives as long as Thunder's map of proxies.
+# Values that the GEMMs of a fusion share, by the proxies that they are made of. They live as long as Thunder's map of
+# proxies.
 _SHARED: weakref.WeakKeyDictionary[Any, dict[Hashable, Any]] = weakref.WeakKeyDictionary()
 
 

@@ -339,7 +339,7 @@ def _conditions(
 ) -> tuple[list[BoundSymbol], list[BoundSymbol]]:
     """Return what the prologue checks at every call before it packs the weights, and what it declares afterwards."""
     checks, declarations = [], []
-    # Whether these are being trained is what `is_hidden_training_forward` says, which Thunder does not guard.
+    # `is_hidden_training_forward` says whether these are being trained; Thunder does not guard it.
     off = (site.weight for site in sites if site.requires_grad and not site.grad_enabled)
     by_mode = {weight.name: weight for weight in off if weight is not None}
     if by_mode:
@@ -376,7 +376,7 @@ def _fill_computation(
     read: set[str] = set()
     calls = [call for bsym in old.bound_symbols for call in replacements.get(id(bsym), [bsym])]
     for bsym in reversed(calls):
-        # A view that nobody reads is dead; it would keep its weight alive.
+        # A view that nothing reads is dead; it would keep its weight alive.
         if not is_view(bsym) or any(proxy.name in read for proxy in bsym.flat_proxy_outs):
             read |= names_read(bsym)
             body.append(bsym)

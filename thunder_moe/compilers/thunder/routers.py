@@ -155,7 +155,7 @@ def _router(computation: Computation, graph: _Graph, match: RouterMatch) -> Rout
 
 
 def _unread(graph: _Graph, match: RouterMatch, kept: set[str]) -> set[int]:
-    """Return the operations of a router that nobody reads once moe_router gives scores and ids, which are `kept`."""
+    """Return the operations of a router that nothing reads once moe_router gives scores and ids, which are `kept`."""
     replaced = set(match.operations)
     while True:
         read = {
@@ -169,7 +169,7 @@ def _unread(graph: _Graph, match: RouterMatch, kept: set[str]) -> set[int]:
 
 
 def _renamings(graph: _Graph, own: set[str]) -> set[int] | None:
-    """Return the symbols that give new names to a router's own tensors; None where one renames others with them, which
+    """Return the symbols that give new names to a router's own tensors; None if one renames other tensors with them, which
     share their memory, so that what the router does in place would be seen in them."""
     found = set()
     for position, bsym in enumerate(graph.bound_symbols):

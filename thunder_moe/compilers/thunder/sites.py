@@ -47,7 +47,7 @@ class Site:
         gemm: names and sizes.
         weight: the computation's argument that holds the weight, None if none does.
         transposed: that argument is (E, K, N), not (E, N, K).
-        reason: why it stays 16-bit, None when it is rewritten.
+        reason: why it stays 16-bit, None if it is rewritten.
         grad_enabled: the grad mode in force at the GEMM.
         is_thunder_moe_op: True for GroupedLinear and GroupedMLP, whose results are zero past the last row end.
     """
@@ -205,7 +205,7 @@ def find_swiglu(computation: Computation, sites: list[Site]) -> list[SwiGLU]:
     """Return the SwiGLUs of a trace whose GEMMs are all among the sites; each site is in one at most."""
     graph = _Graph(computation, sites)
     biased = {at for at, bsym in enumerate(graph.symbols) if bsym.sym.id == grouped_bias.id}
-    # Of GEMMs with a bias, only our activation is fused.
+    # For GEMMs with a bias, only our activation is fused.
     found = swiglu.find_swiglu(graph)
     return [block for block in found if graph.kind(block.product) != "mul" or not biased & block.replaced]
 

@@ -230,7 +230,7 @@ OPERATOR_SYMBOLS = {name: _of_operator(operator) for name, operator in OPERATORS
 moe_route, moe_router = OPERATOR_SYMBOLS["moe_route"], OPERATOR_SYMBOLS["moe_router"]
 nvfp4_grouped_mm, nvfp4_grouped_swiglu = OPERATOR_SYMBOLS[_GEMM], OPERATOR_SYMBOLS[_SWIGLU]
 _STEMS = ("scaled_grouped_mm", "grouped_swiglu", "grouped_mm_combine", "scaled_mm")
-# By number format and the end of the operator's name.
+# Symbols by number format and the end of the operator's name.
 SYMBOLS = {
     format.name: {stem: OPERATOR_SYMBOLS[op_name_for(f"f16a_nvfp4weight_{stem}", format)] for stem in _STEMS}
     for format in BLOCK_FORMATS.values()

@@ -102,7 +102,7 @@ def _compile(compiler: Any, gm: fx.GraphModule, inputs: Sequence[Any]) -> Callab
 
 
 def _may_change(node: fx.Node) -> bool:
-    """True if a call may change a tensor in place, by its name, or since nobody reads what it gives."""
+    """True if a call may change a tensor in place, judged by its name, or because nothing reads its result."""
     if node.op not in ("call_function", "call_method"):
         return False
     name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")

@@ -211,7 +211,7 @@ def leaves(bsym: BoundSymbol) -> Iterator[BoundSymbol]:
 
 
 def is_view(bsym: BoundSymbol) -> bool:
-    """True if a symbol whose outputs nobody reads can go: a view, or another function of torch without effects."""
+    """True if a symbol whose outputs nothing reads can go: a view, or another function of torch without effects."""
     return all(leaf.sym.id in _VIEWS or _has_tag(leaf, OpTags.AUTO_REGISTERED) for leaf in leaves(bsym))
 
 

@@ -69,7 +69,7 @@ def unavailable_reason(device: torch.device | None = None) -> str | None:
     """Build and load the extension once per process.
 
     Returns:
-        None when the backend can run, else a sentence that says why not. Never raises.
+        None if the backend can run, else a sentence that says why not. Never raises.
     """
     return _loaded()[1]
 
@@ -193,7 +193,7 @@ def mm_dgrad(grad: Tensor, weight: PackedWeight) -> Tensor:
 
 @dataclasses.dataclass(frozen=True)
 class _Linear:
-    """A weight in layout "linear", contiguous, as the kernels read it; global_scale is None where there is none."""
+    """A weight in layout "linear", contiguous, as the kernels read it; global_scale is None if there is none."""
 
     qdata: Tensor
     scale: Tensor

@@ -73,7 +73,7 @@ Packed = TypeVar("Packed", bound=PackedWeight)
 
 
 def unavailable_reason(device: torch.device | None = None) -> str | None:
-    """Return None when the backend can run on a device (by default the current one), else the reason in words."""
+    """Return None if the backend can run on a device (by default the current one), else the reason in words."""
     if not torch.cuda.is_available():
         return "torch finds no CUDA device"
     capability = torch.cuda.get_device_capability(device)

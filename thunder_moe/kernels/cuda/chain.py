@@ -215,7 +215,7 @@ def _tensor_map(address: int, numbers: tuple[int, int, int]) -> bytes:
 
 @functools.cache
 def missing_reason() -> str | None:
-    """Return None when chains can run, else a sentence that says what is missing; compile chain.cpp on first use."""
+    """Return None if chains can run, else a sentence that says what is missing; compile chain.cpp on first use."""
     try:
         _extension()
     except Exception as error:  # of the compiler, the file system or the loader

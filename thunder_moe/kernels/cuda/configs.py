@@ -52,12 +52,12 @@ _FILES = {
     "tiled_wgmma": ("wgmma.cuh", *_TILED_FILES, "tiled_wgmma.cu"),
     "tiled_cluster": ("wgmma.cuh", "pipeline.cuh", "tiled_cluster.cu"),
 }
-# Of "tiled_mma": blocks of 64 weight rows of a warpgroup, warpgroups along N and K, blocks of 64 k of each per stage.
+# For "tiled_mma": blocks of 64 weight rows of a warpgroup, warpgroups along N and K, blocks of 64 k of each per stage.
 _TILED_MMA_SPLITS = (
     (1, 1, 3, 2), (1, 1, 4, 1), (1, 1, 4, 2), (1, 1, 4, 4), (1, 2, 1, 4), (1, 2, 2, 1), (1, 2, 2, 4), (2, 1, 2, 2),
     (2, 1, 2, 4), (2, 1, 3, 2), (2, 1, 4, 1), (2, 1, 4, 2), (2, 2, 1, 4), (2, 2, 2, 2), (4, 1, 2, 2), (4, 1, 4, 1),
 )  # fmt: skip
-# Of "tiled_wgmma": blocks of 8 tokens; blocks of 64 weight rows of a warpgroup, warpgroups, blocks of 64 k of a stage,
+# For "tiled_wgmma": blocks of 8 tokens; blocks of 64 weight rows of a warpgroup, warpgroups, blocks of 64 k of a stage,
 # for up to 12 blocks of tokens and for more; the most blocks of accumulators that registers hold, by warpgroups.
 _TILED_WGMMA_TOKENS = (2, 4, 6, 8, 9, 10, 12, 14, 16, 18, 20, 22, 24, 32)
 _TILED_WGMMA_SMALL = (
@@ -66,7 +66,7 @@ _TILED_WGMMA_SMALL = (
 )  # fmt: skip
 _TILED_WGMMA_LARGE = ((1, 2, 1), (1, 2, 2), (1, 3, 1), (1, 3, 2), (2, 2, 1))
 _TILED_WGMMA_SUMS = {2: 44, 3: 24, 4: 12}
-# Of "tiled_cluster": warpgroups along N and K, blocks of 64 k of each per stage; the most blocks of 8 tokens that
+# For "tiled_cluster": warpgroups along N and K, blocks of 64 k of each per stage; the most blocks of 8 tokens that
 # registers hold, by warpgroups; clusters of 1, 2, ... blocks that run at once on the 132 multiprocessors of an H200.
 _TILED_CLUSTER_SPLITS = (
     (1, 1, 2), (1, 1, 4), (1, 1, 8), (1, 2, 1), (1, 2, 2), (1, 2, 4), (1, 4, 2), (2, 1, 1), (2, 1, 2), (2, 1, 4),
@@ -286,7 +286,7 @@ def choose_config(spec: GemmSpec) -> GemmConfig:
         # More tiles than run at once: kernels whose blocks take one after the other.
         measured = [entry for entry in measured if entry[1].kernel != "tiled_cluster"]
     if measured:
-        # Where one tile held an expert's rows when it was measured, it should here: a second one reads the weights
+        # If one tile held an expert's rows in the measurement, it should here, too: a second one reads the weights
         # again. Every warp along K should have work. Clusters that ran at once should here. And of many rows of one
         # weight, a tile should not be emptier.
         fits = [

@@ -111,7 +111,7 @@ def append_linear(
     else:
         name = f"linear_any<{DTYPE_CODES[spec.dtype]}, {flipped}, {tile}>"
     live = min(rows, experts)
-    tiles = (live + (rows - live) // tile) * -(-n // _COLUMNS)  # as many as any routing has
+    tiles = (live + (rows - live) // tile) * -(-n // _COLUMNS)  # the most that a routing can have
     rank = () if adapter is None else (spec.rank,)
     for first in range(0, experts, MAX_EXPERTS):
         count = min(MAX_EXPERTS, experts - first)

@@ -32,7 +32,7 @@ _DGRAD_CONFIG = GemmConfig("tiled_wgmma", 24, 1, 3, 1, 1)
 _ROWS_IN_REGISTERS = 256  # of an expert, from which on the gradient of the rows transposes weights in registers
 _TILE_ROWS, _STAGE_K, _STAGES = 128, 64, (4, 3)  # kTileRows, kStageK; as many as shared memory holds
 _TILES_BYTES = 8208  # of `ExpertTiles`, static shared memory
-# Where registers do not suffice, ptxas serialises the products (its warning C7512): with two blocks of weight rows and
+# If registers do not suffice, ptxas serialises the products (its warning C7512): with two blocks of weight rows and
 # ten of tokens or more, and at ranks above 48 with more blocks of tokens than these, by warpgroups along N. H200, us of
 # such a configuration and of `for_adapter`'s, and of the GEMM alone: Qwen3-235B-A22B's down, 256 rows an expert, rank
 # 16, 2749, 646, 698, rank 64 2766, 671, 751; OLMoE's gate and up, 64 rows, 81, 70, 72 and 87, 74, 73; Qwen3-30B-A3B's
@@ -96,7 +96,7 @@ def for_adapter(config: GemmConfig, rank: int) -> GemmConfig:
 
 def gather(tokens: Tensor, row_slot: Tensor, weight: Tensor, offsets: Tensor) -> tuple[Tensor, Tensor] | None:
     """Gather tokens (T, K) by row_slot (M,); multiply by (E, R, K): -> rows (M, K), product (M, R), both undefined past
-    the end; None where no kernel does both."""
+    the end; None if no kernel does both."""
     (count, k), m, (experts, rank, _) = tokens.shape, row_slot.shape[0], weight.shape
     if m == 0 or experts > MAX_EXPERTS or not serves_rank(tokens.dtype, k, k, rank):
         return None
@@ -114,6 +114,6 @@ def gather(tokens: Tensor, row_slot: Tensor, weight: Tensor, offsets: Tensor) ->
     stages = next(stages for stages in _STAGES if stages * stage <= most)
     name = f"gather_low_rank<{bf16}, {str(transposed).lower()}, {blocks}, {stages}>"
     live, shared = min(m, experts), stages * stage
-    tiles = live + (m - live) // _TILE_ROWS  # as many as any routing has
+    tiles = live + (m - live) // _TILE_ROWS  # the most that a routing can have
     launch(GATHER, name, 256, shared, tiles, argument, tokens.device, where.multiprocessors)
     return rows, out

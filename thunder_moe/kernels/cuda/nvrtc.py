@@ -111,7 +111,7 @@ def tensor_map(address: int, rows: int, k: int, box_rows: int) -> bytes:
 
 
 def missing_reason() -> str | None:
-    """Return None when kernels can be compiled, else a sentence that says what is missing."""
+    """Return None if kernels can be compiled, else a sentence that says what is missing."""
     try:
         from cuda.bindings import driver, nvrtc  # noqa: F401
 

@@ -63,7 +63,7 @@ class _Call(NamedTuple):
         return self.samples[place] if len(self.samples) > place else None
 
     def address(self, place: int) -> Any:
-        """Return the address of an argument; None where it is not given."""
+        """Return the address of an argument; None if it is not given."""
         return self.places[place] if len(self.places) > place else None
 
 
@@ -120,7 +120,7 @@ def prepare(
 
 
 def attempt(name: str, *args: Any, **options: Any) -> Any:
-    """Return the result of an operator, by the chain for its arguments; None where no chain serves them."""
+    """Return the result of an operator, by the chain for its arguments; None if no chain serves them."""
     chain = prepare(name, args, options)
     return None if chain is None else launched(chain, *_flat(args), **options)
 
@@ -166,7 +166,7 @@ def _alignment(argument: Any) -> int:
 
 
 def unserved_reason(spec: GemmSpec, rows: int | None = None) -> str | None:
-    """Return why no chain serves a GEMM, or None where one does.
+    """Return why no chain serves a GEMM, or None if one does.
 
     It lists every condition: dtype, number of experts, no rows, layout, blocks of tiles that a fused activation would
     split, and many rows, whose weights are converted first.
@@ -479,7 +479,7 @@ def _moe_linear_router(
     router.append_linear_router(call.chain, spec, *(call.address(place) for place in range(4)))
 
 
-# By the operator's name in NVFP4: what describes its chain.
+# The function that describes an operator's chain, by the operator's name in NVFP4.
 _OPERATORS: dict[str, Callable[..., Any]] = {
     "combine": _combine,
     "f16a_nvfp4weight_scaled_grouped_mm": _scaled_grouped_mm,

@@ -31,12 +31,12 @@ class GemmPlan:
         threads: the number of threads of a block.
         shared_bytes: dynamic shared memory of a block.
         blocks: the number of blocks of the grid, before it is limited to blocks that run at once.
-        gather: the kernel that gathers the rows beforehand, and the shape of its output; None where the GEMM does.
+        gather: the kernel that gathers the rows beforehand, and the shape of its output; None if the GEMM does.
         workspace: int32 of the tile counter, the semaphores and the sums of single rows; 0 for kernels without a tile
             scheduler.
         row_sums: where the sums of single rows begin in the workspace; 0 for none.
         partial_sums: float32 of workspace for tiles that blocks share; 0 where they share none.
-        read_once: whether weights are loaded with L2 evict_first.
+        read_once: True if weights are loaded with L2 evict_first.
     """
 
     config: GemmConfig

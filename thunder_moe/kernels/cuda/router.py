@@ -40,7 +40,7 @@ _BLOCKS = ((8192, 128), (2**31, 256))  # and about so many blocks (Qwen3, 65536 
 
 
 def unserved_reason(experts: int, form: RouterConfig) -> str | None:
-    """Return why the kernels do not serve a router; None when they do."""
+    """Return why the kernels do not serve a router; None if they do."""
     for value, most, what in (
         (experts, MAX_EXPERTS, "experts"),
         (form.top_k, MAX_TOP_K, "experts per token"),

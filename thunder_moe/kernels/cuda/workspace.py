@@ -34,7 +34,7 @@ class SemaphorePool:
         self._device = device
         self._zeros = zeros
         self._used = 0
-        # By the stream and whether kernels overlap: the slice, and the capture that it belongs to.
+        # (stream, True if kernels overlap) -> the slice, and the capture that it belongs to.
         self._of_stream: dict[tuple[int, bool], Tensor] = {}
         self._of_capture: dict[tuple[int, bool], tuple[int, Tensor]] = {}
         self._lock = threading.Lock()

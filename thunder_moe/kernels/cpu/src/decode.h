@@ -69,7 +69,7 @@ inline __m512 e4m3_over_256(__m256i words) {
 }
 #endif
 
-// What kernels ask of a number format: 16 codes in fp32, and what holds of its weights without their global scale.
+// The interface of a number format: 16 codes decoded to fp32, and properties of weights without their global scale.
 struct Nvfp4 {
   static constexpr int64_t kBlock = 16;  // weights that share a scale
   static constexpr int64_t bytes(int64_t weights) { return weights / 2; }

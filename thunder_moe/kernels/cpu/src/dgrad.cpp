@@ -1,7 +1,7 @@
 // Gradient of a CPU grouped GEMM with packed weights: out[m, k] = sum_n grad[m, n] w[e, n, k], 16-bit grad.
 // Called through ctypes by kernels/cpu/backend.py, where thunder_moe_kernels() tells of panels; calls panels.h.
 //
-// As the panel kernel of grouped_mm.cpp: panels of 64 k are decoded to bf16 pairs of n, exactly from 2^-126 on, and
+// Like the panel kernel of grouped_mm.cpp: panels of 64 k are decoded to bf16 pairs of n, exactly from 2^-126 on, and
 // multiplied by brgemm, two at a time, because 128 k of NVFP4 are a cache line of codes. fp16 gradients are two bf16
 // summands. The global scale of an expert multiplies the sum; global scales of the columns, which are summed over here,
 // multiply the gradient, which is rounded once more.

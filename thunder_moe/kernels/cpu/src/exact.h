@@ -66,7 +66,7 @@ void for_ranges(const int32_t* offsets, int64_t num_experts, int64_t count, int6
 // small. In all, less than K * 2^-114 is lost of a sum, so sums from 2^-80 on are right. Smaller sums, and those that
 // are not finite, are wrong only if their row has a tiny or a huge number: without one, products are normal and sums
 // finite, or the operands hold NaN or infinities. Such outputs are computed again in fp64.
-// That holds of weights from 2^-45 to 2^17. MXFP8's can be smaller and larger: see unusual_columns.
+// This holds for weights from 2^-45 to 2^17. MXFP8's can be smaller and larger: see unusual_columns.
 constexpr float kLeastSum = 0x1.0p-80f, kTiny = 0x1.0p-80f, kHuge = 0x1.0p+27f, kLargest = 0x1.FFFFFEp+127f;
 
 inline bool is_doubtful(float sum) { return !(std::fabs(sum) >= kLeastSum && std::fabs(sum) <= kLargest); }

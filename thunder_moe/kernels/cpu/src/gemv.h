@@ -52,7 +52,7 @@ struct Gemv<Nvfp4> {
     Values(const Gemv& gemv, const Packed& packed, int) : codes(packed.codes), table(gemv.values) {}
     __m512 operator[](int j) const { return _mm512_permutexvar_ps(_mm512_srli_epi32(codes, 4 * j), table); }
   };
-  // Of both columns at once: the conversion is shared.
+  // Handles both columns at once: they share the conversion.
   static void factors_of_values(__m128i scale0, __m128i scale1, __m512 (&factor)[2][kGroups]) {
     const __m512i pairs = _mm512_setr_epi32(0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5, 6, 6, 7, 7);
     const __m512 both = e4m3_over_256(_mm256_cvtepi8_epi16(_mm_unpacklo_epi64(scale0, scale1)));

@@ -358,7 +358,7 @@ void dequantize_rows(const uint8_t* qdata, const uint8_t* scale, const float* gl
 
 extern "C" {
 
-// What the last call that returned 2 in this thread died of.
+// The error of the last call in this thread that returned 2.
 const char* thunder_moe_error() { return thunder_moe_last_error.c_str(); }
 
 // Kernels that were built for this CPU: 1 dots, 2 panels, 4 fma, 8 tiles.

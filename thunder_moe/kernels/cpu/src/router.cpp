@@ -72,7 +72,7 @@ struct Choice {
     const int64_t experts = form.experts, top_k = form.top_k;
     for (int64_t i = 0; i < experts; ++i) logits[i] = to_float(from[i]);
     const bool grouped = form.top_groups < form.num_groups, by_score = bias != nullptr || grouped;
-    // By logits, and normalized over the chosen ones: the sum over all experts cancels.
+    // Chosen by logits, and normalized over the chosen ones: the sum over all experts cancels.
     const bool all = by_score || (!form.sigmoid && (!form.normalize || form.epsilon > 0 || form.least_sum > 0));
     if (all && form.sigmoid) {
       for (int64_t i = 0; i < experts; ++i) scores[i] = sigmoid_of(logits[i]);

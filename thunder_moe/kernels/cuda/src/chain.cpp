@@ -70,7 +70,7 @@ struct Result {
   std::vector<int64_t> sizes, strides;
 };
 
-// Where an address in an argument struct comes from; chain.py numbers them alike.
+// The source of an address in an argument struct; chain.py has the same numbers.
 enum Source { kOperand, kResult, kScratch, kSemaphores };
 
 struct Address {
@@ -116,7 +116,7 @@ struct Chain {
 
 thread_local bool context_is_bound = false;
 
-// By device and stream, who launches. Looked up with the GIL; there are few streams, and threads may outlive statics.
+// The launcher of each device and stream. Looked up with the GIL; there are few streams, and threads may outlive statics.
 auto& turns = *new std::map<std::pair<int, void*>, std::mutex>;
 
 bool is_equal(PyObject* a, PyObject* b) {
@@ -126,7 +126,7 @@ bool is_equal(PyObject* a, PyObject* b) {
 
 // True if the operands are of the kind that the chain was built for; their addresses, 0 for values.
 bool are_served(const Chain& chain, PyObject* const* arguments, size_t count, PyObject* names, uint64_t* addresses) {
-  // What is left out at the end is None.
+  // Arguments that are left out at the end are None.
   for (size_t i = chain.operands.size(); i < count; ++i)
     if (arguments[i] != Py_None) return false;
   const Py_ssize_t given = names ? PyTuple_GET_SIZE(names) : 0;

@@ -41,7 +41,7 @@ DEVICE void await_previous_kernel() {
 #endif
 }
 
-// Of single words in global memory that blocks exchange; no order with other accesses.
+// Loads and stores of single words in global memory that blocks exchange, without an order with other accesses.
 DEVICE void store_word(uint32_t* p, uint32_t word) { asm volatile("st.relaxed.gpu.global.b32 [%0], %1;" ::"l"(p), "r"(word) : "memory"); }
 DEVICE uint32_t load_word(const uint32_t* p) {
   uint32_t word;

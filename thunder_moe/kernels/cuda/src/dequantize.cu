@@ -12,7 +12,7 @@ struct DequantizeArguments {
   int rows_per_global, k, n;  // rows that share a global scale
 };
 
-// Whether a row of all weights is of an expert that is left out. (As `row_starts` and `count_tiles` take offsets: where they decrease, too.)
+// True if a row of all weights belongs to an expert that is left out. (Decreasing offsets count like in `row_starts` and `count_tiles`.)
 DEVICE bool is_left_out(const DequantizeArguments& args, uint32_t row) {
   if (args.offsets == nullptr) return false;
   const int expert = static_cast<int>(row / static_cast<uint32_t>(args.n));

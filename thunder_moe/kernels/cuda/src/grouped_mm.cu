@@ -168,7 +168,7 @@ struct TokenCopies {
   }
 };
 
-// As grouped_mm, for many rows per expert: WN warps share the 8 * C tokens of a tile, STAGES chunks of them in flight.
+// Like grouped_mm, for many rows per expert: WN warps share the 8 * C tokens of a tile, STAGES chunks of them in flight.
 template <bool BF16, bool SWIGLU, bool FULL, int C, int R, int WN, int STAGES>
 __global__ void __launch_bounds__(32 * WN) grouped_mm_staged(const GemmArguments args) {
   await_previous_kernel();

@@ -110,7 +110,7 @@ DEVICE const uint16_t* token_of_row(const GemmArguments& args, int row, int end)
 
 // ---- the GEMM ----
 
-// Where a thread reads its rows g and g + 8, from its first chunk on.
+// The address at which a thread reads its rows g and g + 8, from its first chunk on.
 struct Rows {
   const uint8_t* codes[2];
   const uint8_t* scales[2];

@@ -1,4 +1,4 @@
-// What the grouped GEMMs of 16-bit and float32 weights have in common: operands, tiles of a routing, zeros past the last row end.
+// Shared by the grouped GEMMs of 16-bit and float32 weights: operands, tiles of a routing, zeros past the last row end.
 // Compiled behind ptx.cuh and in front of linear_mma.cu, or behind wgmma_shared.cuh and in front of linear_wgmma.cu (kernels/cuda/linear.py).
 
 struct LinearArguments {

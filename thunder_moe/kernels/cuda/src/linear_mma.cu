@@ -6,7 +6,7 @@
 
 constexpr int kTileN = 128, kMmaK = 32, kMmaStages = 4;
 
-// Where a unit of 16 bytes lies: no two of eight rows below each other are in the same banks.
+// The place of a unit of 16 bytes: no two of eight rows below each other are in the same banks.
 DEVICE int unit_of_row(int row, int unit) { return row * 4 + (unit ^ (row / 2 % 4)); }             // rows of 32 k
 DEVICE int unit_of_wide_row(int row, int unit) { return row * (kTileN / 8) + (unit ^ (row % 8)); }  // rows of 128 columns
 

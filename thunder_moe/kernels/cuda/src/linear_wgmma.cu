@@ -42,7 +42,7 @@ struct Number {
   static constexpr int value = VALUE;
 };
 
-// What a warpgroup multiplies: 64 columns of each of the block's tiles. rank: of an adapter, whose product is one stage more; 0 for none.
+// A warpgroup multiplies 64 columns of each of the block's tiles. rank: an adapter's, whose product is one more stage; 0 for none.
 // WHOLE: K is a multiple of 64; factor(expert): the sums in front of the adapter are multiplied by it.
 template <bool BF16, bool TRANSPOSED, bool WHOLE, int TOKENS, int STAGES, class Factor>
 DEVICE void consume_linear(

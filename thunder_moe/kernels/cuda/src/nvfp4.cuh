@@ -53,7 +53,7 @@ struct Weights {
   uint32_t scales[2];
 };
 
-// Of one of the two rows. FULL: K is a multiple of the chunk. Otherwise k_left says how many k there are from the thread's 32 on.
+// Loads one of the two rows. FULL: K is a multiple of the chunk. Otherwise k_left says how many k there are from the thread's 32 on.
 template <bool FULL, bool SCALES>
 DEVICE void load_row(Weights& w, int half, const uint8_t* codes, const uint8_t* scales, int k_left) {
   if constexpr (FULL) {

@@ -10,7 +10,7 @@
 
 constexpr int kBlock = 64;  // rows, and k, of a block of weights
 
-// Of the kernels by wgmma.
+// For the kernels with wgmma.
 struct TmaGemmArguments {
   TensorMap x;         // of gemm.x, in boxes of a tile's tokens
   GemmArguments gemm;  // x is gathered already; row_slot serves slot_scale alone

@@ -12,7 +12,7 @@ struct RankWgradArguments {
 
 constexpr int kStageRows = 64, kColumns = 128, kUnits = kColumns / 8;  // units of 16 bytes
 
-// Where a unit of a wide row lies: no two of eight rows below each other are in the same banks.
+// The place of a unit of a wide row: no two of eight rows below each other are in the same banks.
 DEVICE int unit_at(int row, int unit) { return row * kUnits + (unit ^ (row % 8)); }
 
 // C: blocks of 16 of N; STAGES: of the ring. The result is (E, N, K), WIDE_FIRST (E, K, N).

@@ -54,12 +54,12 @@ DEVICE float shuffle(float value, int from) {
 
 DEVICE float sigmoid(float value) { return 1.0f / (1.0f + expf(-value)); }
 
-// By what the experts are chosen.
+// The numbers by which experts are chosen.
 constexpr int kByBits = 0;    // by logits of 16 bits: a key of value and index is one register
 constexpr int kByLogit = 1;   // by float32 logits
 constexpr int kByScore = 2;   // by scores plus bias, within groups
 
-// Of 16-bit floats, both kinds: as key_of.
+// Like key_of, for both kinds of 16-bit floats.
 DEVICE uint32_t key_of_16(uint32_t bits, bool bf16) {
   if ((bits & 0x7FFF) > (bf16 ? 0x7F80u : 0x7C00u)) return 0xFFFF;
   return bits > 0x8000 ? ~bits & 0xFFFF : bits | 0x8000;  // -0 (0x8000) as 0
@@ -180,7 +180,7 @@ DEVICE int choose(const RouterArguments& args, int token) {
   };
   int index;
   uint32_t best = best_of_lane(keys, index);
-  // By logits, and normalized over the chosen ones: the sum over all experts cancels.
+  // Chosen by logits, and normalized over the chosen ones: the sum over all experts cancels.
   const bool needs_sum = !args.sigmoid && (BY == kByScore || !args.normalize || args.epsilon > 0.0f || args.least_sum > 0.0f);
   float largest = 0.0f, sum = 1.0f;
   if (!args.sigmoid) largest = logit(__reduce_max_sync(kAll, best));

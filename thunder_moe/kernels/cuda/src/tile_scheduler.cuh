@@ -112,7 +112,7 @@ struct TileScheduler {
   }
 };
 
-// Of a tile that is cut, each block but the last stores its partial sums in the workspace and releases a semaphore per warp
+// If a tile is cut, each block but the last stores its partial sums in the workspace and releases a semaphore per warp
 // (zero before and after). Blocks start in the order of their indices, so a block that is waited for is running.
 // A tile's last rows may take fewer blocks of tokens, C, than a block has room for, ROOM.
 //   partial_sums [blocks][groups][R * ROOM * 4][128]; semaphores [blocks][groups][4]

@@ -45,7 +45,7 @@ DEVICE void load_adapter(uint32_t (&b)[RANK][R][4], const LowRankGemmArguments& 
       }
 }
 
-// What a warp of a warpgroup multiplies of a block of 64 by 64 weights: its 16 rows. The threads' part of it.
+// A thread's part of the 16 rows that a warp of a warpgroup multiplies of a block of 64 by 64 weights.
 struct RowsOfBlock {
   template <bool SWIGLU, int BLOCKS, int K_BLOCKS>
   using Copies = WeightCopies<SWIGLU, BLOCKS, K_BLOCKS>;

@@ -1,4 +1,4 @@
-// What the kernels of weights' gradients have in common: the order of experts, and adding to or writing the result.
+// Shared by the kernels of weights' gradients: the order of experts, and adding to or writing the result.
 // Compiled behind ptx.cuh (and wgmma.cuh) and in front of wgrad_mma.cu or wgrad_wgmma.cu (kernels/cuda/wgrad.py).
 
 struct WgradArguments {

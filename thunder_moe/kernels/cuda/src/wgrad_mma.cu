@@ -6,7 +6,7 @@
 
 constexpr int kMmaTile = 128, kMmaRows = 32, kMmaStages = 4, kUnits = kMmaTile / 8;  // units of 16 bytes
 
-// Where a unit of a row lies: no two of eight rows below each other are in the same banks.
+// The place of a unit of a row: no two of eight rows below each other are in the same banks.
 DEVICE int unit_at(int row, int unit) { return row * kUnits + (unit ^ (row % 8)); }
 
 template <bool BF16>
