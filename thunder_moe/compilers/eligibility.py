@@ -55,7 +55,7 @@ class GroupedGemm:
         weight_dtype: the dtype of the weight.
         activation_dtype: the dtype of the rows.
         needs_grad: the weight requires a gradient and gradients are enabled.
-        out_dtype: asked of the GEMM, None for the activation's.
+        out_dtype: the requested output dtype; None for the activation's.
         where: file:line of the call, where the compiler tells.
         hidden_training: the weight requires a gradient, and this is a forward whose grad mode tells nothing.
         changed: `Program.reason_against_packing` of the weight.

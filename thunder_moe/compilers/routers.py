@@ -33,9 +33,8 @@ _LAST = (-1, 1)
 
 
 class RouterGraph(Operations, Protocol):
-    """A program whose tensors are told apart by what they hold: one that was changed in place since is another one.
-
-    All that `keeps_order` is of the kind "view".
+    """A program whose tensors are identified by their contents: an in-place change makes another tensor. All operations
+    that `keeps_order` are of the kind "view".
     """
 
     def result(self, operation: Any, index: int = 0) -> Any:
@@ -58,8 +57,8 @@ class RouterMatch:
         logits: (T, E).
         bias: (E,) or (1, E), None without one.
         scores: the tensor of final scores (T, A).
-        operations: what it consists of, each once.
-        choosing: those of `operations` which no gradient passes.
+        operations: its operations, each once.
+        choosing: the operations among them that no gradient passes.
         options: the options of `moe_router`, but for scores_dtype.
     """
 

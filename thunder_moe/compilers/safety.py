@@ -59,11 +59,12 @@ class Program:
         """Return why one operator may not run in the place of some steps, anywhere between the first and the last.
 
         Args:
-            replaced: positions of the steps that it replaces, the place of insertion among them. What they write
-                themselves is up to the caller, who knows what they compute.
-            storages: what it reads in their stead (and what they hand to each other), storage -> "the rows".
-            saved: what it reads again in its backward, and the steps do not in theirs.
-            differentiated: those of `replaced` which gradients pass; None: all.
+            replaced: positions of the steps that it replaces, the place of insertion among them. The caller, who knows
+                what they compute, is responsible for their own writes.
+            storages: the tensors that it reads instead of them (and that they hand to each other), storage -> "the
+                rows".
+            saved: the tensors that it reads again in its backward, but the steps do not in theirs.
+            differentiated: the positions in `replaced` that gradients pass; None: all.
         """
         change = self.reason_against_reading_later(min(replaced), max(replaced), storages, replaced)
         if change is None and saved:
@@ -76,8 +77,8 @@ class Program:
     def reason_against_reading_later(
         self, first: int, last: int, storages: Mapping[Any, str], ignored: Collection[int] = ()
     ) -> str | None:
-        """Return why what the step at `first` reads or makes may have changed at `last` (the number of steps: when the
-        program has ended), by a step between the two that is not among `ignored`."""
+        """Return why tensors that the step at `first` reads or makes may have changed at `last` (the number of steps:
+        at the program's end), by a step between the two that is not among `ignored`."""
         for position in range(first + 1, last):
             step = self.steps[position]
             for storage, name in storages.items() if position not in ignored else ():

@@ -40,7 +40,7 @@ _OPS = torch.ops.thunder_moe
 
 @dataclass(frozen=True)
 class Spelling:
-    """One signature of a kind of operation, and what is called with it.
+    """One signature of a kind of operation, and the functions that have it.
 
     Attributes:
         kind: the name by which matchers know the operation; a kind may have several signatures.
@@ -196,7 +196,7 @@ def keeps_order(kind: str, arguments: Mapping[str, Any]) -> bool:
 
 
 class MismatchError(Exception):
-    """A program differs from a pattern; the message says where, if a report shows it."""
+    """Raised when a program differs from a pattern; the message says where, if a report shows it."""
 
 
 def require(ok: Any, otherwise: str = "") -> None:

@@ -18,10 +18,10 @@ __all__ = ["cudnn_groups_heads", "cudnn_groups_heads_of"]
 
 
 def cudnn_groups_heads(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, dropout: float = 0.0) -> bool:
-    """True if ``scaled_dot_product_attention(query, key, value, mask, enable_gqa=True)`` is going to be cuDNN's.
+    """True if ``scaled_dot_product_attention(query, key, value, mask, enable_gqa=True)`` is going to run cuDNN.
 
     Args:
-        query: (B, Hq, Q, D), no fake tensor.
+        query: (B, Hq, Q, D), not a fake tensor.
         key: (B, Hkv, L, D).
         value: (B, Hkv, L, Dv).
         mask: (B or 1, Hq or 1, Q or 1, L).

@@ -49,7 +49,7 @@ def why_slower(device: torch.device, dtype: torch.dtype, n: int, k: int) -> str 
     Args:
         device: the device of the weight.
         dtype: the dtype of the weight, assumed to be the activations' dtype, too.
-        n: out_features, of all linears that are computed at once.
+        n: out_features of all linears that are computed at once.
         k: in_features.
     """
     kind = device.type

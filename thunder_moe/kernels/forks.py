@@ -13,9 +13,9 @@ __all__ = ["ForkLock"]
 
 
 class ForkLock:
-    """A reentrant lock for ``with``. In a forked process no thread is left that could open one that was held.
+    """A reentrant lock for ``with``. A forked process has no thread left that could release a lock that was held.
 
-    What it guards is written as a whole when it is complete, so that the child finds it done or not begun.
+    The guarded state is written as a whole when it is complete, so that the child finds it done or not begun.
     """
 
     def __init__(self) -> None:

@@ -18,7 +18,7 @@ __all__ = ["Gemms", "Gradients", "Needs", "grouped_mm_combine", "grouped_swiglu"
 
 Gradients = tuple[Tensor | None, ...]
 Needs = Sequence[bool]  # which of the gradients are wanted
-# rows (M, K) -> (M, N), and the gradient (M, N) of its output -> (M, K); differentiable both.
+# rows (M, K) -> (M, N), and the gradient (M, N) of its output -> (M, K); both are differentiable.
 Gemms = tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]
 
 
@@ -37,14 +37,14 @@ def grouped_swiglu(
 ) -> Gradients:
     """Return the gradients of activation, slot_scale and bias, from the gradient (M, I) of `grouped_swiglu`'s output.
 
-    Recomputes gate and up (M, 2I) where they are not given, so that none is kept for it. Rows of no expert have zero
-    gradients.
+    It recomputes gate and up (M, 2I) if they are not given, so that the forward need not keep them. Rows of no expert
+    have zero gradients.
     """
     (gemm, dgrad), rows = gemms, grad.shape[0]
     row_scale = scale_of_rows(slot_scale, row_slot)
     gate_up = gemm(gather_rows(activation, row_slot)) if gate_up is None else gate_up
     grad_pre = form.gradient(grad, pre_activation(gate_up, offsets, row_scale, bias))  # [M, 2I]
-    # Rows past the last group are undefined, and could be NaN: zero gradients must come of them.
+    # Rows past the last group are undefined, and could be NaN: their gradients must be zero.
     live = live_rows(offsets, rows)
     if row_slot is not None:
         live = live & ((row_slot >= 0) & (row_slot < rows))[:, None]
@@ -81,7 +81,7 @@ def grouped_mm_combine(
 ) -> Gradients:
     """Return the gradients of activation, slot_weight and bias, from (T, N) of `grouped_mm_combine`'s output.
 
-    Recomputes the GEMM for the gradient of slot_weight. Slots without a row of an expert have zero gradients.
+    It recomputes the GEMM for the gradient of slot_weight. Slots without a row of an expert have zero gradients.
     """
     (gemm, dgrad), rows, slots = gemms, activation.shape[0], slot_row.numel()
     live = ((slot_row >= 0) & (slot_row < offsets[-1].clamp_max(rows))).flatten()
@@ -129,7 +129,8 @@ def moe_experts(
 ) -> Gradients:
     """Return the gradients of hidden_states, expert_weights and the biases, from (T, H) of the layer's output.
 
-    Recomputes all between hidden_states and the down GEMM, so that nothing of (M, 2I) or (M, I) is kept for it.
+    It recomputes everything between hidden_states and the down GEMM, so that the forward keeps nothing of (M, 2I) or
+    (M, I).
     """
     row_slot, offsets, slot_row = order
     on_input, on_output = (expert_weights, None) if weight_on_input else (None, expert_weights)

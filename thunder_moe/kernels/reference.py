@@ -106,9 +106,9 @@ def _per_expert(
     columns: int,
     gemm: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
 ) -> torch.Tensor:
-    """Runs `gemm(rows of the expert, dequantized (N, K) expert)` for each expert; rows past the last group are 0.
+    """Run `gemm(rows of the expert, dequantized (N, K) expert)` for each expert; rows past the last group are 0.
 
-    In the dtype of the rows, also under autocast: a backend's result depends on its operands alone.
+    It computes in the dtype of the rows, also under autocast: a backend's result depends on its operands alone.
     """
     out = rows.new_zeros(rows.shape[0], columns)
     with torch.autocast(rows.device.type, enabled=False):

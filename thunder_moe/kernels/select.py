@@ -63,7 +63,7 @@ def select(device: torch.device, *, backend: str | None = None, format: str = NV
         device: where the operands are.
         backend: a name of `BACKENDS` or `SIMULATIONS` to insist on; None for the backend of `use_backend`, or the best
             available.
-        format: the name of the weights' number format. Simulations, which are of NVFP4, leave others to the best
+        format: the name of the weights' number format. Simulations simulate NVFP4 and leave other formats to the best
             backend.
 
     Returns:
@@ -132,9 +132,9 @@ def prepare(name: str, args: Sequence[Any], options: dict[str, Any], format: str
 def preferred_layout(device: torch.device, n: int, k: int, format: BlockFormat = NVFP4) -> str:
     """Return the layout of (E, n, k) weights that the default backend of a device reads best.
 
-    The one that `formats.layouts.REGISTRY` prefers on CUDA devices where our kernels can run ("tiled_64x64" on compute
-    capability 9.0, for n and k that are multiples of 64); else "linear". Weights are laid out by it when they are
-    quantized; `use_backend` makes no difference, since every backend takes every layout.
+    On CUDA devices where our kernels can run it is the layout that `formats.layouts.REGISTRY` prefers ("tiled_64x64" on
+    compute capability 9.0, for n and k that are multiples of 64); else "linear". Weights are laid out by it when they
+    are quantized; `use_backend` makes no difference, since every backend takes every layout.
     """
     if not runs_on_cuda(device, format.name):
         return LINEAR
@@ -200,7 +200,7 @@ def quantize_to(format: str, weight: Tensor, *, scale_search: str | None = None)
 def fake_quantize(weight: Tensor, scale_search: str | None = None, format: str = NVFP4.name) -> Tensor:
     """Round a weight (E, N, K) to a number format: `quantize`, then `dequantize` to its dtype.
 
-    NaN in experts with NaN or Inf. The result is contiguous. On CUDA nothing synchronises.
+    Experts with NaN or Inf become NaN. The result is contiguous. On CUDA nothing synchronises.
     """
     known = find_format(format)
     kernels = _cuda_quantizer(weight.device, format)
@@ -232,7 +232,7 @@ def _cuda_quantizer(device: torch.device, format: str = NVFP4.name) -> Any:
 
 @contextlib.contextmanager
 def use_backend(backend: str) -> Iterator[None]:
-    """Runs every operator inside on this backend, also in compiled graphs (not in CUDA graphs captured before).
+    """Run every operator inside on this backend, also in compiled graphs (not in CUDA graphs captured before).
 
     Raises:
         ValueError: the backend is unknown; when an operator runs, also that it cannot run there.

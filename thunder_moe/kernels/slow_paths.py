@@ -29,7 +29,7 @@ def to_linear(weight: Weight, reader: str = "the kernels") -> Weight:
 
     Args:
         weight: in any layout.
-        reader: who reads it, for the warning.
+        reader: the name of the backend that reads it, for the warning.
     """
     if weight.layout == LINEAR:
         return weight

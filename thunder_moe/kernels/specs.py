@@ -19,10 +19,10 @@ __all__ = ["CombineSpec", "DgradSpec", "ExpertsSpec", "GemmSpec", "LinearSpec", 
 
 @dataclass(frozen=True)
 class Target:
-    """A CUDA device, and what of it decides which kernels run.
+    """A CUDA device, and its properties that decide which kernels run.
 
     Attributes:
-        device: with an index.
+        device: the device, with an index.
         multiprocessors: their number.
         capability: the compute capability, such as (9, 0).
     """
@@ -180,7 +180,7 @@ class RouterSpec:
         bias: the dtype of the bias of the choice; None for no operand.
         scores: the dtype of the scores.
         target: where it runs.
-        hidden_size: H, where the router's linear layer is a part of it; else None.
+        hidden_size: H, if the router's linear layer is a part of it; else None.
         hidden: the dtype of the linear layer's operands, or None.
         linear_bias: True if the linear layer has a bias.
     """
@@ -210,7 +210,7 @@ class LinearSpec:
         target: where it runs.
         transposed: True if the weight is (E, K, N).
         wide_offsets: True if the offsets are int64, not int32.
-        zero_tail: True if rows past the last end become zeros, instead of staying as they were.
+        zero_tail: True if rows past the last end become zeros, instead of keeping their values.
         into: True if the result is written into a given tensor.
         rank: R of an adapter, whose product (M, R) x (E, N, R) is added; 0 for none.
     """

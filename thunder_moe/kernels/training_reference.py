@@ -85,8 +85,8 @@ def wgrad(rows: Tensor, grad: Tensor, offsets: Tensor, out: Tensor | None = None
 
     Args:
         out: float32 (E, N, K), contiguous: the gradient goes there, float32 from the products on.
-        accumulate: it is added to `out`, in which experts without rows stay as they were; otherwise it takes the place
-            of what `out` holds, whatever that is.
+        accumulate: it is added to `out`, where experts without rows are not written; otherwise it replaces the contents
+            of `out`.
     """
     result = rows.new_zeros(offsets.shape[0], grad.shape[1], rows.shape[1]) if out is None else out
     if out is not None and not accumulate:
@@ -160,8 +160,8 @@ def scaled_swiglu(
     """Activate (M, 2I) -> (M, I) in y's dtype, times scales (M,); float32 inside, rounded once.
 
     Args:
-        interleave: s, where gate and up take turns of s columns: ``y.view(M, I // s, 2, s)``; None: the gate's I
-            columns come first.
+        interleave: s, if gate and up alternate every s columns: ``y.view(M, I // s, 2, s)``; None: the gate's I columns
+            come first.
         offsets: row ends, past which the result is zero; None: all rows are live.
     """
     out = form(*_gate_up(y, interleave))

@@ -49,13 +49,13 @@ def quantize_rows(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Quantize rows to NVFP4 with the arithmetic of nvFuser's nv_grouped_block_quantize.
 
-    It differs from `formats.nvfp4.quantize`, the one for weights: all rows have one global scale, and values are
+    It differs from `formats.nvfp4.quantize`, which is for weights: all rows have one global scale, and values are
     multiplied by a rounded reciprocal instead of divided.
 
     Args:
         activation: (M, K) float32, bfloat16 or float16; K a multiple of 16.
         amax: largest magnitude known from calibration; None: the largest of `activation`. Larger values saturate.
-        live: bool (M, 1), the rows that count for the largest magnitude; all when None.
+        live: bool (M, 1), the rows that count for the largest magnitude; None: all rows.
 
     Returns:
         (values of E2M1 as float32 (M, K), block scales float8_e4m3fn (M, K // 16), decode scale float32 0-d): a row is

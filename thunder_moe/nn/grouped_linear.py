@@ -39,8 +39,8 @@ class GroupedLinear(AdaptableLinear):
         device: the device of the parameters, torch's default when None.
         accumulate_into_main_grad: the gradient of a trainable weight is added to ``weight.main_grad``, a float32 tensor
             of its shape that the caller provides, without a rounding to the weight's dtype; ``weight.grad`` stays None.
-            With a true ``weight.overwrite_main_grad`` it takes the place of what main_grad holds. Where the weight has
-            an attribute ``grad_added_to_main_grad``, it is set to True, and autograd gets zeros, so that hooks fire.
+            With a true ``weight.overwrite_main_grad`` it replaces the contents of main_grad. If the weight has an
+            attribute ``grad_added_to_main_grad``, it is set to True, and autograd gets zeros, so that hooks fire.
         delay_wgrad: a backward keeps the rows and the gradient of its output, and `backward_dw` computes the weight's
             gradient. Biases do not wait.
 
@@ -48,8 +48,8 @@ class GroupedLinear(AdaptableLinear):
         weight: parameter (E, N, K), initialised as `torch.nn.Linear` does: U(-K**-0.5, K**-0.5).
         bias: parameter (E, N), initialised likewise, or None.
 
-    State dicts have ``weight`` and ``bias``; with one ``weight0``, ``bias0``, ... per expert they load too. What waits
-    for `backward_dw` is not copied or pickled with the module.
+    State dicts have ``weight`` and ``bias``; state dicts with one ``weight0``, ``bias0``, ... per expert load, too.
+    Gradients that wait for `backward_dw` are not copied or pickled with the module.
     """
 
     weight: nn.Parameter
@@ -102,8 +102,8 @@ class GroupedLinear(AdaptableLinear):
 
         Args:
             bias_scale: floating point (M,), multiplies each row's bias.
-            out: buffer (M, N) for the result, which then shares its memory; rows past the end stay as they were.
-            grad_input: buffer (M, K) for the gradient of x, likewise; untouched where x needs none.
+            out: buffer (M, N) for the result, which then shares its memory; rows past the end are not written.
+            grad_input: buffer (M, K) for the gradient of x, likewise; untouched if x needs no gradient.
 
         Raises:
             ValueError: an argument has the wrong rank, size, dtype or device; bias_scale without a bias; a buffer that

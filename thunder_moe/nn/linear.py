@@ -42,7 +42,7 @@ class NVFP4Linear(PackedModule):
 
     Attributes:
         qdata: uint8 (N, K // 2), or blocks of it; scale: float8_e4m3fn (N, K // 16), or blocks; global_scale: float32
-            () or (N,). Of an MXFP8 weight float8_e4m3fn (N, K), float8_e8m0fnu (N, K // 32) and None.
+            () or (N,). For an MXFP8 weight float8_e4m3fn (N, K), float8_e8m0fnu (N, K // 32) and None.
             ``module.to(dtype)`` leaves them unchanged.
         bias: parameter (N,), or None.
 
@@ -72,12 +72,13 @@ class NVFP4Linear(PackedModule):
         scale that readers of checkpoints want.
 
         Args:
-            *linears: of the same in_features; all with a bias, or none. One with a bias alone keeps its parameter.
+            *linears: linears with the same in_features; all have a bias, or none has. The bias of a single linear stays
+                the same parameter.
             pack: quantizes (E, N, K).
             layout: as in `quantize_`.
 
         Raises:
-            ValueError: in_features that differ or are no multiple of 16, a weight that cannot be quantized (NaN or
+            ValueError: in_features that differ or are not a multiple of 16, a weight that cannot be quantized (NaN or
                 Inf, another dtype than bfloat16, float16 and float32), some have a bias and others have none.
         """
         biases = [linear.bias for linear in linears if linear.bias is not None]
@@ -114,7 +115,7 @@ class NVFP4Linear(PackedModule):
         return out
 
     def rows(self, x: Tensor, begin: int, size: int) -> Tensor:
-        """Return ``self(x)[..., begin : begin + size]``, of these rows of the weight alone if the layout stores them
+        """Return ``self(x)[..., begin : begin + size]``; compute only these output rows if the layout stores them
         separately."""
         weight, (codes, scale, *others) = self.read()
         bias: Tensor | None = self.bias
@@ -177,9 +178,9 @@ class NVFP4LinearStack(NVFP4Linear):
         """Compute the parts of each call of `parent` at once.
 
         Args:
-            parent: its forward calls each part once with its first argument, or `hidden_states`, which it leaves as it
-                is: `dense_names.READ_TOGETHER_BY` lists such classes. Another forward in its place has the parts
-                computed one by one. The hooks go with `leave`.
+            parent: its forward calls each part once with its first argument, or `hidden_states`, and does not change
+                it: `dense_names.READ_TOGETHER_BY` lists such classes. If another forward replaces it, the parts are
+                computed one by one. `leave` removes the hooks.
         """
         if self.once is None:
             self.once = _OncePerCall(self, _forward_of(parent))
@@ -269,7 +270,7 @@ class NVFP4LinearPart(AdaptableLinear):
     """One of the linears of a `NVFP4LinearStack`, which is a child of the same module and has the weights.
 
     Args:
-        stack: that it belongs to.
+        stack: the stack that it belongs to.
         index: its place among the linears of the stack.
     """
 
@@ -296,7 +297,7 @@ class NVFP4LinearPart(AdaptableLinear):
 
     @property
     def nvfp4_weight(self) -> NVFP4Weight:
-        """Return its weight, of a stack in NVFP4.
+        """Return its weight, if the stack is in NVFP4.
 
         Raises:
             ValueError: it is in another number format.

@@ -116,11 +116,11 @@ class Llama4MoE(nn.Module):
         """Copy the weights of a transformers `Llama4TextMoe` exactly.
 
         Raises:
-            TypeError: module is not a `Llama4TextMoe`, or one of a subclass.
-            ValueError: its activation is not SiLU, or its forward or that of one of its parts was replaced.
+            TypeError: module is not exactly a `Llama4TextMoe`.
+            ValueError: its activation is not SiLU, or its forward or the forward of one of its parts was replaced.
             ImportError: transformers is missing.
         """
-        # Lazily, and the only import upwards of nn: this constructor is public, its code knows transformers' classes.
+        # The only import upwards of nn, made lazily: this constructor is public, its code knows transformers' classes.
         from thunder_moe.integrations.huggingface.llama4 import copy_llama4_moe
 
         return copy_llama4_moe(module, cls)

@@ -44,8 +44,8 @@ class LoRASpec:
         rank: r.
         scaling: multiplies B (A x).
         dropout: probability with which a value of x is left out for A in training.
-        parts: P, adapters that share the rows of W evenly: A (E, P r, K) has those of each after the other, and
-            B (E, N, r) those of each for its rows. 1, or 2 where gate and up have one each.
+        parts: P, the number of adapters that share the rows of W evenly: A (E, P r, K) has their A one after the other,
+            B (E, N, r) has each B at the adapter's rows. 1, or 2 if gate and up have an adapter each.
     """
 
     rank: int
@@ -63,11 +63,11 @@ def read_record(record: Tensor, names: Iterable[str]) -> tuple[dict[str, LoRASpe
     """Return the specs of a `LoRALinear.lora_record`, and the names of the active adapters.
 
     Args:
-        record: as there.
+        record: the tensor `LoRALinear.lora_record`.
         names: the names of the adapters that are stored with it.
 
     Raises:
-        ValueError: the record has not five valid numbers for each of the adapters.
+        ValueError: the record does not have five valid numbers for each adapter.
     """
     names = sorted(names)
     rows = record.tolist() if record.shape == (len(names), 5) and record.dtype == torch.float64 else [[math.nan] * 5]
@@ -195,7 +195,7 @@ class LoRALinear(nn.Module):
         return None
 
     def plus_lora(self, y: Tensor, x: Tensor, offsets: Tensor | None = None) -> Tensor:
-        """Add what the active adapters make of x (..., K) to y (..., N), in y's dtype.
+        """Add the active adapters' result for x (..., K) to y (..., N), in y's dtype.
 
         Args:
             y: the linear's result.
@@ -306,7 +306,7 @@ class NVFP4LoRAGroupedLinear(LoRALinear, NVFP4GroupedLinear):
 
 
 class LoRADense(LoRALinear):
-    """A mixin: the adapters of a dense linear."""
+    """A mixin that holds the adapters of a dense linear."""
 
     num_experts = 1
     lora_unmerged: PackedWeight | None

@@ -32,7 +32,7 @@ from thunder_moe.ops.operator import is_eager
 
 __all__ = ["PackedModule"]
 
-# One call of C: other threads replace all before or all after it.
+# A single C call: other threads replace all buffers before or after it, never between two of them.
 _buffers_of_weight: Callable[[Any], Any] = itemgetter(*NVFP4.fields)
 
 
@@ -237,8 +237,8 @@ class PackedModule(AdaptableLinear):
     def set_weight(self, weight: PackedWeight) -> None:
         """Take another weight of the same shape and number format, in its layout; the only way to change the buffers.
 
-        The buffers become other memory, and modules that are tied to this one have them too. Detached aliases, as of a
-        state dict, keep the old bytes in the old shape.
+        The buffers get new memory, also in modules that are tied to this one. Detached aliases, such as a state dict's,
+        keep the old bytes in the old shape.
 
         Raises:
             ValueError: the weight has another shape or format, or a layout that modules do not keep.
@@ -270,7 +270,7 @@ class PackedModule(AdaptableLinear):
     @alone
     @torch.no_grad()
     def narrow_(self, dim: int, index: int, count: int, parts: int = 1) -> None:
-        """Keeps one of `count` equal parts of the weight, in its layout, without unpacking it.
+        """Keep one of `count` equal parts of the weight, in its layout, without unpacking it.
 
         Buffers in every layout have the shape (E, N or tiles of N, K or tiles of K, ...), so a contiguous part of the
         weight is a contiguous part of the buffers.
@@ -327,7 +327,7 @@ class PackedModule(AdaptableLinear):
         given = [field for field in fields if f"{prefix}{field}" in state_dict]
         assign = local_metadata.get("assign_to_params_buffers", False)
         device, layout = self.qdata.device, self._layout_to_be or self.layout
-        # Torch loads into (or assigns) linear tensors, all or some; then their contents go where ours are.
+        # Torch loads into (or assigns) all or some linear tensors; then these replace our buffers or are copied there.
         own = {field: getattr(self, field) for field in fields}
         for buffer in own.values():
             drop_snapshots(buffer)  # torch.utils.swap_tensors takes no tensor that has weak references

@@ -105,7 +105,7 @@ class NVFP4GroupedLinear(PackedModule):
 class NVFP4GroupedSwiGLU(nn.Module):
     """`GroupedSwiGLU` with frozen 4-bit weights: one GEMM over [gate; up] with the activation in the same operator.
 
-    A gate_up_proj that has hooks or a forward of its own is called, and the activation follows.
+    A gate_up_proj with hooks or an overridden forward is called, and the activation follows.
 
     Args:
         gate_up_proj: (E, 2I, H), the gate's rows first.

@@ -35,12 +35,12 @@ KINDS = ("swiglu", "srelu")
 
 @dataclass(frozen=True)
 class ActivationForm:
-    """Which activation, as the operators take it in their keyword arguments.
+    """An activation, in the form of the operators' keyword arguments.
 
     Attributes:
         kind: one of `KINDS`.
         alpha, limit, up_shift: of SwiGLU, as in `activations.SwiGLUConfig`.
-        interleave: s, where gate and up take turns of s columns; None: the gate's columns come first.
+        interleave: s, if gate and up alternate every s columns; None: the gate's columns come first.
     """
 
     kind: str = "swiglu"

@@ -41,7 +41,7 @@ def _check_values(rows: Tensor, offsets: Tensor, slot_row: Tensor) -> None:
 
 def _gradient(grad: Tensor, rows: Tensor, offsets: Tensor, slot_row: Tensor, *, needs: Any) -> tuple[Tensor]:
     (count, n), (tokens, top_k) = rows.shape, slot_row.shape
-    # The token of each row, `tokens` (a row of zeros) for those that no slot has; slots without a row go past the end.
+    # The token of each row; rows without a slot get `tokens` (a row of zeros), slots without a row go past the end.
     live = (slot_row >= 0) & (slot_row < offsets[-1])
     at = torch.where(live, slot_row.long(), count).flatten()
     token = torch.arange(tokens, device=grad.device).repeat_interleave(top_k)

@@ -37,7 +37,7 @@ __all__ = [
 
 def check_offsets(offsets: Tensor, experts: int, like: Tensor) -> None:
     """Raise ValueError unless offsets are int32 or int64 (experts,) on the device of `like`."""
-    # While Thunder traces, a dtype is one of its own; its symbols check it then.
+    # While Thunder traces, dtypes are Thunder's own; its symbols check them then.
     known = isinstance(offsets.dtype, torch.dtype)
     require(not known or offsets.dtype in (torch.int32, torch.int64), "offsets", offsets, "dtype int32 or int64")
     wanted = f"shape ({experts},), one row end per expert"
@@ -74,8 +74,8 @@ def register_training_operator(
     setup_context: Callable[..., Any] | None = None,
     mutates: tuple[str, ...] = (),
 ) -> torch.library.Library:
-    """Register an operator of the name of its kernel, which begins with "_". Without a `backward`, a gradient through
-    its results is an error, where torch would take them for constants."""
+    """Register an operator with the name of its kernel, which begins with "_". Without a `backward`, a gradient through
+    its results is an error; torch would take them for constants."""
     name = kernel.__name__.removeprefix("_")
     library, _ = define(name, torch.library.infer_schema(kernel, mutates_args=mutates), kernel, fake)
     if not mutates:
@@ -179,7 +179,7 @@ def _writes_only(*args: Any) -> None:
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     x, weight, offsets, bias, bias_scale = inputs
     needs_x, needs_weight, _, needs_bias, needs_scale = needs_gradient(ctx, 5)
-    # No more than is read: a frozen weight saves no rows.
+    # Save only what the backward reads: a frozen weight saves no rows.
     ctx.save_for_backward(
         x if needs_weight else None,
         weight if needs_x else None,

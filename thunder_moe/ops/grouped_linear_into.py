@@ -24,8 +24,7 @@ _OPS = torch.ops.thunder_moe
 
 @dataclass(frozen=True, eq=False)
 class Waiting:
-    """A weight whose gradient waits, and the rows (M, K) and the gradient (M, N) for it, with the versions that they
-    had."""
+    """A weight whose gradient waits, with the rows (M, K) and the gradient (M, N) to compute it, and their versions."""
 
     weight: Tensor
     rows: Tensor
@@ -35,7 +34,7 @@ class Waiting:
 
 
 class Queue(deque[Waiting]):
-    """Gradients that wait, the oldest first. A copy is empty, also where a module is copied with its `__dict__`."""
+    """Gradients that wait, the oldest first. A copy is empty, also if a module is copied with its `__dict__`."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Queue:
         return Queue()
@@ -48,9 +47,9 @@ class Into:
     Attributes:
         out: buffer (M, N) of the result.
         grad_input: buffer (M, K), or (M, D), of the gradient of the first argument.
-        main_grad: the weight's gradient goes into its main_grad.
-        waiting: its rows and gradient are put there, and nothing is computed yet.
-        dtype: that the linear computes in.
+        main_grad: True if the weight's gradient goes into its main_grad.
+        waiting: the queue that gets the weight's rows and gradient, which are not multiplied yet.
+        dtype: the dtype that the linear computes in.
     """
 
     out: Tensor | None
@@ -123,7 +122,7 @@ def grouped_linear_into(
 
 
 class Owner:
-    """Holds the weight that a gradient is for, apart from autograd: a parameter, or what a parametrization made."""
+    """Holds the weight that gets a gradient, hidden from autograd: a parameter, or the result of a parametrization."""
 
     def __init__(self, weight: Tensor) -> None:
         self.weight = weight
@@ -238,7 +237,7 @@ def run_waiting(waiting: deque[Waiting], main_grad: bool) -> None:
     """Compute the oldest waiting weight gradient and add it to its weight's, like autograd; do nothing if none waits.
 
     Raises:
-        ValueError: the weight requires no gradient any more, or what `_weight_gradient` says of main_grad.
+        ValueError: the weight requires no gradient any more, or main_grad does not fit, as in `_weight_gradient`.
         RuntimeError: the rows or the gradient have been changed in place since.
     """
     if not waiting:

@@ -155,7 +155,7 @@ def f16a_nvfp4weight_scaled_grouped_mm_dgrad(
 ) -> Tensor:
     """Return the gradient (M, K) of `f16a_nvfp4weight_scaled_grouped_mm`'s activation, from (M, N) of its output.
 
-    The arguments are as there. Differentiable in `grad`.
+    The other arguments are the same as the forward's. Differentiable in `grad`.
     """
     backend = select(grad.device, format=weight.format.name)
     out: Tensor = backend.grouped_mm_dgrad(grad, weight.packed(layout), offsets)

@@ -127,9 +127,9 @@ def f16a_nvfp4weight_grouped_swiglu(
         (M, I) in the activation's dtype; rows at or past ``offsets[-1]`` are undefined.
 
     Raises:
-        ValueError: as `f16a_nvfp4weight_scaled_grouped_mm`, when the weight's rows are odd in number, and for
-            row_slot, slot_scale, bias or limit that do not fit; on a CPU also for slots in row_slot outside of [0, M).
-            Elsewhere the output of their rows is undefined, and their gradients are zero.
+        ValueError: as `f16a_nvfp4weight_scaled_grouped_mm`, for a weight with an odd number of rows, and for row_slot,
+            slot_scale, bias or limit that do not fit; on a CPU also for slots in row_slot outside of [0, M). Elsewhere
+            the output of their rows is undefined, and their gradients are zero.
     """
     kernel = select(activation.device, format=weight.format.name).grouped_swiglu
     form = SwiGLUConfig(alpha, limit, up_shift)

@@ -339,7 +339,8 @@ class Operator:
     def _backward(self, ctx: Any, grad: Tensor, needs_grad: Sequence[bool]) -> list[Tensor | None]:
         """Return the gradients of the arguments; trailing arguments may have been left out."""
         needs = tuple(any(needs_grad[position : position + 1]) for position in self.positions)
-        # Reading them is an error in a second backward, which one that saves nothing can do: of a cached weight, say.
+        # Reading them is an error in a second backward. A backward that saves nothing can run twice: with a cached
+        # weight, say.
         saved = ctx.saved_tensors if ctx.saves else ()
         grads = self.gradients(grad, saved, needs=needs, **ctx.options)
         result: list[Tensor | None] = [None] * len(self._positional)
@@ -437,14 +438,14 @@ def define(
 ) -> tuple[torch.library.Library, Any]:
     """Register an operator of the namespace thunder_moe at the dispatcher's low level.
 
-    `torch.library.custom_op` would do so with three Python functions around the kernel at every call. As there, an
-    operator of the same name is replaced, for modules that are reloaded.
+    `torch.library.custom_op` would run three Python functions around the kernel at every call. Like there, an operator
+    of the same name is replaced, for modules that are reloaded.
 
     Args:
         name: the name of the operator, without the namespace.
-        schema: behind the name; the operator changes no argument, and returns none.
-        kernel: for all devices.
-        fake: the same for tensors without data.
+        schema: the schema behind the name; the operator changes no argument, and returns none.
+        kernel: the implementation for all devices.
+        fake: the implementation for tensors without data.
 
     Returns:
         The library that the operator belongs to, and its overload.
@@ -497,7 +498,7 @@ def weight_operator(**description: Any) -> Callable[[Callable[..., R]], Callable
 
 
 def operator_for(name: str, format: BlockFormat = NVFP4) -> Callable[..., Any]:
-    """Return what modules call for an operator of an NVFP4 operator's name, for weights of a number format.
+    """Return the callable by which modules run an operator, given its NVFP4 name, for weights of a number format.
 
     In eager code it is the `Operator`, which leaves the dispatcher out where it can; compilers see torch's own object.
     """

@@ -114,17 +114,17 @@ def moe_router(
     """Choose the experts of each token, and sort the tokens' slots by expert for grouped GEMMs.
 
     s = softmax or sigmoid of the logits -> the top_k experts by s + bias, within the best groups -> w = s of those
-    -> w / max(sum(w) + epsilon, least_sum) -> w * scale. All in float32, rounded once, to `scores_dtype`. The softmax
-    of the chosen logits alone (GPT-OSS) is "softmax" with `normalize`.
+    -> w / max(sum(w) + epsilon, least_sum) -> w * scale. All is computed in float32 and rounded once, to
+    `scores_dtype`. The softmax of the chosen logits alone (GPT-OSS) is "softmax" with `normalize`.
 
     The choice is unique: the largest first, of equal ones the lower index first (torch.topk leaves open which of
     equal ones it takes, and in which order). Without a bias and groups the logits themselves are compared, so that
     probabilities that round to the same number are not ties. NaN counts as larger than any number, as in torch.topk:
     ids are always valid; the scores that depend on NaN are NaN.
 
-    Differentiable in `logits`; none for `bias`, which only takes part in the choice. Never synchronises with the
-    host on CUDA, where up to 512 experts, 32 groups and a top_k of 32 have a kernel: one launch for few tokens, else
-    two.
+    Differentiable in `logits`; `bias` gets no gradient, because it only takes part in the choice. Never synchronises
+    with the host on CUDA, where up to 512 experts, 32 groups and a top_k of 32 have a kernel: one launch for few
+    tokens, else two.
 
     Args:
         logits: (T, E) bfloat16, float16 or float32.
@@ -136,10 +136,11 @@ def moe_router(
         least_sum: the divisor is not below it.
         scale: multiplies the scores (`routed_scaling_factor`).
         num_groups: the experts form that many groups of consecutive ones.
-        top_groups: the groups that a token's experts come from, those with the best sums of their `group_best` best.
+        top_groups: the number of groups that a token's experts come from: the groups with the largest sums of their
+            `group_best` best scores.
         group_best: see top_groups; 2 in DeepSeek-V3, 1 in DeepSeek-V2.
-        mask_to_zero: experts of other groups compete with 0, so that they outrank negative ones; else they are
-            chosen never.
+        mask_to_zero: experts of other groups compete with 0, so that they outrank negative scores; otherwise they are
+            never chosen.
         scores_dtype: the dtype of the scores; the logits' when None.
 
     Returns:

@@ -160,7 +160,7 @@ def _dgrad_gradient(grad: Tensor, weight: WeightOperands, *, needs: Any, layout:
 def f16a_nvfp4weight_scaled_mm_dgrad(grad: Tensor, weight: WeightOperands, *, layout: str = LINEAR) -> Tensor:
     """Return the gradient (..., K) of the activation, from the gradient (..., N) of the output.
 
-    The arguments are as there. Differentiable in `grad`.
+    The other arguments are the same as the forward's. Differentiable in `grad`.
     """
     rows = grad.reshape(-1, grad.shape[-1])
     out: Tensor = select(grad.device, format=weight.format.name).mm_dgrad(rows, weight.packed(layout))

@@ -45,7 +45,7 @@ def _fake_wgrad(a: Tensor, grad: Tensor, offsets: Tensor, row_major: bool = Fals
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    # No more than torch keeps: what is not kept may change in place before the backward.
+    # Keep no more than torch does: tensors that are not kept may change in place before the backward.
     a, b, offsets = inputs
     needs_a, needs_b = ctx.needs_input_grad[:2]
     # The gradient of a weight has the weight's layout, like torch's: torch.cond compares the layouts of its branches.

@@ -31,17 +31,17 @@ __all__ = ["GroupedMLP", "NVFP4GroupedMLP", "own_form"]
 class GroupedMLP(nn.Module):
     """The experts of a layer: ``down_proj(activation(gate_up_proj(x)) * scales)``, each projection one grouped GEMM.
 
-    The scales multiply all that an expert gives, the bias of its down projection too: with the router's weights, the
-    sum of a token's rows is the layer's output. For the backward, the input and the output of gate_up_proj are kept,
-    and the rows between activation and down_proj are computed again.
+    The scales multiply an expert's whole result, including the bias of its down projection: with the router's weights,
+    the sum of a token's rows is the layer's output. For the backward, the input and the output of gate_up_proj are
+    kept, and the rows between activation and down_proj are computed again.
 
     Args:
         num_experts: E.
         hidden_size: H.
         intermediate_size: I.
         bias: True for a bias in both projections.
-        activation: called with the output of gate_up_proj and the scales; a `ScaledSwiGLU` when None. gate_up_proj has
-            2I out_features, or I where the activation has a false attribute `gated`, as `ScaledSReLU`.
+        activation: called with the output of gate_up_proj and the scales; None for a `ScaledSwiGLU`. gate_up_proj has
+            2I out_features, or I if the activation has a false attribute `gated`, like `ScaledSReLU`.
         dtype: the dtype of the parameters.
         device: the device of the parameters.
         accumulate_into_main_grad: for both projections, as in `GroupedLinear`.
@@ -158,7 +158,7 @@ class GroupedMLP(nn.Module):
 class NVFP4GroupedMLP(nn.Module):
     """`GroupedMLP` with frozen 4-bit weights: gradients reach x, the scales and the biases.
 
-    SwiGLU whose gate comes first is a part of the gate-and-up GEMM; other activations follow it.
+    A SwiGLU with the gate's columns first is fused into the gate-and-up GEMM; other activations follow it.
 
     Args:
         gate_up_proj: (E, 2I, H), or (E, I, H) for an activation that halves no columns; its rows in the order that the

@@ -145,7 +145,7 @@ def _reason_against_routing(scope: Scope, routing: Routing, replaced: set[fx.Nod
 
     place, end = position[routing.rows], len(program.steps)
     handed_on = storages_of([value_of(node) for node in replaced - {routing.total}])
-    # The backward computes the products again, of the tokens.
+    # The backward computes the products again, from the tokens.
     differentiable = any(scope.modes[node] and value_of(node).requires_grad for node in (tokens, values))
     return (
         program.reason_against_fusing(positions, dict.fromkeys(handed_on, "an intermediate"))

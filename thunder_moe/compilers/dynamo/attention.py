@@ -44,10 +44,10 @@ class RepeatedAttention:
     Attributes:
         node: the call of scaled_dot_product_attention.
         scope: the graph that it is in.
-        key: what is repeated as its keys.
-        value: what is repeated as its values.
-        by_cudnn: cuDNN is going to group the heads.
-        entry: for the report.
+        key: the repeated keys.
+        value: the repeated values.
+        by_cudnn: True if cuDNN is going to group the heads.
+        entry: its entry in the report.
     """
 
     node: fx.Node
@@ -63,7 +63,7 @@ def find_repeated_attention(scope: Scope, *, on_any_device: bool) -> list[Repeat
 
     Args:
         scope: the scope of a graph as dynamo gives it to a backend, with example values.
-        on_any_device: rewrite what does not run on CUDA too.
+        on_any_device: True to rewrite attention on other devices than CUDA, too.
     """
     found = []
     for node in scope.graph.nodes:

@@ -90,8 +90,8 @@ def grad_modes(graph: fx.Graph, initial: bool) -> dict[fx.Node, bool]:
 
 @dataclass(frozen=True)
 class _NodeStep(Step):
-    """A node as a step. What it writes is found out when it is first asked about something that it reads, since that
-    costs time; it cannot change what it is not given."""
+    """A node as a step. Its writes are determined when they are first asked for, because that costs time; a node can
+    write only tensors that it reads."""
 
     find: Callable[[], Collection[int]] = lambda: _NOTHING
 

@@ -42,8 +42,8 @@ def reason_against_ids(scope: Scope, ids: Any, reader: fx.Node, experts: int) ->
 
 
 def remove_noop_masks(scope: Scope) -> bool:
-    """Erase masks and upper bounds of ids that change nothing, and return whether there were any. The scope has to
-    be made anew then."""
+    """Erase masks and upper bounds of ids that change nothing; True if there were any. Then the scope has to be made
+    anew."""
     if scope.refusal is not None:
         return False
     *nodes, output = scope.graph.nodes

@@ -87,7 +87,7 @@ def find_fused_moe(scope: Scope, blocks: list[SwiGLU], sites: list[Site]) -> lis
     Args:
         scope: the scope of a graph as dynamo gives it to a backend.
         blocks: SwiGLUs whose GEMMs are rewritten.
-        sites: all GEMMs that are.
+        sites: all GEMMs that are rewritten.
     """
     found = []
     for block in blocks:
@@ -295,7 +295,7 @@ class _Matcher:
         tensor(named["input"], 1, count)
         tensor(named["value"], 1, count)
 
-    # ---- whether it may be
+    # ---- whether the rewrite is safe
 
     def checked(self) -> FusedMoE:
         found, scope = self.found, self.scope

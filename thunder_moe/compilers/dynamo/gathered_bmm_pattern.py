@@ -28,7 +28,7 @@ __all__ = ["GatheredBmmSite", "find_gathered_bmm"]
 
 @dataclass(frozen=True, eq=False)
 class GatheredBmmSite(Site):
-    """Such a product; `node` is its result (S, N).
+    """A batched product with the gathered weights of each row's expert; `node` is its result (S, N).
 
     Attributes:
         ids: node of the experts of its rows (S,).

@@ -24,8 +24,8 @@ __all__ = ["PackedWeight", "Rewritten", "memory_of_inputs"]
 
 @dataclass(frozen=True, eq=False)
 class PackedWeight:
-    """The weights that one packed weight is made of: positions among the graph's inputs, or tensors that it holds.
-    `layout` and `format`: of the packed weight. `nodes`: the operators' weight arguments, in a graph."""
+    """The weights that one packed weight is made of: positions among the graph's inputs, or tensors that the graph
+    holds. `layout` and `format` describe the packed weight; `nodes` are the operators' weight arguments in a graph."""
 
     names: str
     weights: tuple[int | Tensor, ...]
@@ -89,7 +89,7 @@ class Rewritten:
         compared: `written`, and the positions of all other inputs but parameters and buffers.
         aliases: pairs of `compared` that shared their memory when the graph was analysed, the lower position first.
         enables_grad: gradients are disabled outside of the graph and enabled at the GEMM of a packed weight.
-        told_by: the weight that tells whose call it is, of the models that share the graph; None: there is none.
+        told_by: the weight that identifies the calling model among the models that share the graph; None without one.
     """
 
     kept: list[int]
@@ -109,8 +109,8 @@ class Rewritten:
         return [given[position] for position in self.kept] + packed
 
     def writes_read(self, given: Sequence[Any]) -> bool:
-        """True if an input that the graph changes in place shares its memory with a packed weight, whose packed form is
-        out of date then, or with another input where it did not when the graph was analysed. Dynamo guards on neither.
+        """True if an input that the graph changes in place shares its memory with a packed weight, which is out of date
+        then, or with another input with which it did not when the graph was analysed. Dynamo guards on neither.
 
         Args:
             given: inputs of dynamo's graph.
@@ -128,8 +128,8 @@ class Rewritten:
         return any(not written.isdisjoint(owners.get(weight.untyped_storage()._cdata, ())) for weight in weights)
 
     def thawed(self, given: Sequence[Any]) -> list[Tensor]:
-        """Return the packed weights that were frozen and require a gradient now. Dynamo before torch 2.13 does not look
-        at parameters again while their module has the same ones."""
+        """Return the packed weights that were frozen and require a gradient now. Dynamo before torch 2.13 does not
+        check parameters again while their module keeps them."""
         return [weight for weight in _given(self.frozen, given) if weight.requires_grad]
 
     def declare_thawed(self, weights: list[Tensor]) -> None:
@@ -142,7 +142,7 @@ class Rewritten:
         weight_cache.changed(*weights)
 
     def declare_trained(self, given: Sequence[Any], *, hidden: bool = False) -> None:
-        """Tell the cache of weights that what follows this forward may change.
+        """Tell the weight cache that weights may change after this forward.
 
         Args:
             given: inputs of dynamo's graph.

@@ -184,7 +184,7 @@ def replace_gathered_bmm(call: Site | SwiGLU, orders: dict[fx.Node, list[fx.Node
 
     Args:
         call: a product, or two around a SwiGLU.
-        orders: what calls before have made of the ids: rows' slots, offsets, slots' rows.
+        orders: the orders that earlier calls have made of the ids: rows' slots, offsets, slots' rows.
         *packed: of gate and up if there is a SwiGLU, and of the last product.
     """
     first, last = (call, call) if isinstance(call, Site) else (call.sites[0], call.down)
@@ -238,8 +238,8 @@ def replace_node(scope: Scope, old: fx.Node, new: fx.Node) -> None:
 
 
 def erase(scope: Scope, node: fx.Node) -> None:
-    """Erase a node that nothing reads, then those that only it read. Graph-wide dead code elimination takes in-place
-    methods for dead."""
+    """Erase a node that nothing reads, then the nodes that only it read. Graph-wide dead code elimination would erase
+    in-place methods."""
     if node._erased or node.users or node.op == "placeholder" or _is_seen_elsewhere(scope, node):
         return
     inputs = node.all_input_nodes

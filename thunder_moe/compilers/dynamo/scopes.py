@@ -35,7 +35,7 @@ class Scope:
     """A graph whose GEMMs may be rewritten.
 
     Attributes:
-        module: what holds it.
+        module: the graph module that holds it.
         modes: the grad mode of each node.
         parent: the scope of the operator that calls it, None for the root.
         call: that operator.
@@ -85,12 +85,12 @@ class Scope:
         """Return `Program.reason_against_fusing` of some nodes.
 
         Args:
-            nodes: those that one operator replaces.
-            result: the node among them whose result it gives.
+            nodes: the nodes that one operator replaces.
+            result: the node among them whose result the operator gives.
             read: the nodes that it reads in their stead, by the name for the report.
-            handed_on: the name of what the nodes hand to each other.
-            ignored: storages that are not looked at, of weights.
-            again: it reads the same in its backward.
+            handed_on: the report's name for tensors that the nodes hand to each other.
+            ignored: storages of weights, which are not checked.
+            again: True if the operator reads the same tensors in its backward.
         """
         again = again and self.modes[result]
         names = {storage: name for name, node in read.items() for storage in storages_of(value_of(node))}

@@ -169,8 +169,9 @@ def _unread(graph: _Graph, match: RouterMatch, kept: set[str]) -> set[int]:
 
 
 def _renamings(graph: _Graph, own: set[str]) -> set[int] | None:
-    """Return the symbols that give new names to a router's own tensors; None if one renames other tensors with them, which
-    share their memory, so that what the router does in place would be seen in them."""
+    """Return the symbols that give new names to a router's own tensors.
+
+    None if one of them also renames other tensors: these share the memory, so they would see in-place changes."""
     found = set()
     for position, bsym in enumerate(graph.bound_symbols):
         names = {graph.first(proxy.name) for proxy in bsym.flat_proxy_args}

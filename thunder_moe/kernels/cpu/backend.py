@@ -59,7 +59,7 @@ _HEADERS = tuple(
     _SOURCE / name
     for name in ("decode.h", "exact.h", "exp.h", "gemv.h", "numbers.h", "panels.h", "register_tiles.h", "tiles.h")
 )
-# Without the last flag GCC keeps branches in the loops of swiglu_combine.cpp, in case floats trap.
+# Without the last flag GCC keeps branches in the loops of swiglu_combine.cpp, because float operations might trap.
 _FLAGS = ("-std=c++17", "-O3", "-fPIC", "-fno-trapping-math")
 
 _lock = ForkLock()

@@ -42,19 +42,19 @@ _forced: Limits | None = None
 
 @dataclass(frozen=True)
 class Limits:
-    """Rows per expert at which kernels take over from each other; where several limits hold, the first of these.
+    """Rows per expert at which kernels take over from each other; if several limits hold, the first of them counts.
 
     Attributes:
-        gemv: an expert with at most that many rows takes a gemv kernel,
-        fma: the one by fp32 multiply-adds, else that by bf16 dot products.
-        tiles: one with at most that many takes tiles of a matrix unit.
-        panel: one with at least that many takes the panel kernel.
-        mm: one with at least that many is dequantized and multiplied by torch.mm.
+        gemv: an expert with at most that many rows takes a gemv kernel.
+        fma: True for the gemv kernel with fp32 multiply-adds, False for the one with bf16 dot products.
+        tiles: an expert with at most that many rows takes tiles of a matrix unit.
+        panel: an expert with at least that many rows takes the panel kernel.
+        mm: an expert with at least that many rows is dequantized and multiplied by torch.mm.
         All others take the slice kernel,
         fp32_slices: also those of bf16 rows in fp32, else these by bf16 dot products.
 
     Raises:
-        ValueError: a number of rows that none of this can be, which would leave rows to no kernel.
+        ValueError: a limit that is not a valid number of rows, with which no kernel would serve some rows.
     """
 
     gemv: int = 0
@@ -73,7 +73,7 @@ class Limits:
 
 @contextlib.contextmanager
 def limits_are(limits: Limits) -> Iterator[None]:
-    """Sets the limits of all dtypes and threads while the context is open, instead of those that were measured.
+    """Set the limits of all dtypes and threads while the context is open, instead of the measured ones.
 
     A kernel that the CPU or the dtype lacks is never taken.
     """
@@ -104,7 +104,7 @@ def limits_for(
         dtype: the dtype of the activations.
         kernels: name -> limits with which all rows take that kernel; exactly one of SLICES is among them.
         seconds: dtype, rows, limits -> the time of one product; math.inf where the kernel fails.
-        file: where limits are kept, by machine and dtype.
+        file: the file that keeps limits, by machine and dtype.
         machine: the CPU's name.
         format: the weights' number format; "" for NVFP4.
     """
@@ -174,7 +174,7 @@ def best_limits(times: Mapping[int, Mapping[str, float]]) -> Limits:
     none = [0.0] + [math.inf] * len(rows)
     most, best = range(len(rows) + 1), (math.inf, Limits())
     few, slices = [name for name in GEMVS if name in names] or [""], [name for name in SLICES if name in names]
-    # The first `a` numbers of rows take a gemv kernel, those up to `b` tiles, from `c` on `many`, others slices.
+    # The first `a` numbers of rows take a gemv kernel, the next up to `b` tiles, from `c` on `many`, all others slices.
     for gemv, wide, a, b, c in itertools.product(few, slices, most, most, most):
         if not a <= b <= c:
             continue

@@ -158,7 +158,7 @@ def moe_experts(
     configs: tuple[GemmConfig | None, GemmConfig | None] = (None, None),
     out: Tensor | None = None,
 ) -> Tensor:
-    """Compute what `unfused` computes by this module, bit for bit, by a chain of kernels where one serves it.
+    """Compute what `unfused` computes by this module, bit for bit, by a chain of kernels if one serves it.
 
     Args:
         call: the operands.
@@ -236,8 +236,8 @@ def mm_dgrad(grad: Tensor, weight: PackedWeight) -> Tensor:
 
 
 def combine(rows: Tensor, slot_row: Tensor, slot_weight: Tensor | None, *, out: Tensor | None = None) -> Tensor:
-    """Sum (M, N) -> (T, N), contiguous and in `out` where it is given: each slot's row, times slot_weight (T, A),
-    summed per token."""
+    """Sum (M, N) -> (T, N), contiguous and in `out` if it is given: each slot's row, times slot_weight (T, A), summed
+    per token."""
     if rows.numel() == 0 or slot_row.numel() == 0:
         return rows.new_zeros(slot_row.shape[0], rows.shape[1]) if out is None else out.zero_()
     summed: Tensor = operators.run("combine", aligned(rows), slot_row.contiguous(), as_kernel_float(slot_weight), out)
@@ -329,7 +329,7 @@ def linear_router(
 def row_starts(offsets: Tensor, rows: int) -> Tensor:
     """Return int32 (E + 1,): 0 and the offsets (E,), clamped so that they never decrease nor exceed `rows`.
 
-    For torch's grouped GEMM, which trusts its offsets.
+    torch's grouped GEMM needs them, because it trusts its offsets.
     """
     offsets = offsets.contiguous()
     starts = offsets.new_empty(offsets.shape[0] + 1)

@@ -35,17 +35,18 @@ _ALIGNED = 256  # bytes: of the parts of the scratch memory
 
 
 class Chain(Protocol):
-    """A chain of launches on a device. Any thread may call it, whichever device is the current one."""
+    """A chain of launches on a device. Any thread may call it, with any current device."""
 
     def __call__(self, *operands: Any, **options: Any) -> Any:
         """Launch on the current stream of the chain's device and return the result, or a tuple of several.
 
-        None, and nothing is launched, for operands or options of another kind than the chain's.
+        Return None and launch nothing for operands or options of another kind than the chain's.
         """
 
 
 class Address(NamedTuple):
-    """Names an address of a later call: of an operand, a result, scratch memory or semaphores, and bytes behind it."""
+    """A symbolic address in a later call: of an operand, a result, scratch memory or semaphores, plus an offset in
+    bytes."""
 
     source: int
     number: int

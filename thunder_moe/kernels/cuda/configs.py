@@ -184,8 +184,8 @@ class GemmConfig:
     def _other_bytes(self) -> int:
         """Return the bytes for the alignment of the stages, and for what lies behind them.
 
-        For "tiled_mma" partial sums of warpgroups along K, twice; for "tiled_wgmma" one more footer, and scales of rows
-        for SwiGLU.
+        Behind the stages lie, for "tiled_mma", partial sums of warpgroups along K, twice; for "tiled_wgmma", one more
+        footer, and scales of rows for SwiGLU.
         """
         if self.kernel == "tiled_wgmma":
             return 1024 + 64 + (1024 * self.warps_n if self.row_blocks == 2 else 0)
@@ -200,7 +200,7 @@ class GemmConfig:
     def shared_bytes(self) -> int:
         """Return the bytes of dynamic shared memory: chunks of 8 * token_blocks tokens, 128 16-bit numbers each.
 
-        For "wgmma" also codes and scales of each thread and row of weights, and 1 KiB to align it all.
+        "wgmma" also needs codes and scales of each thread and row of weights, and 1 KiB for alignment.
         """
         if self.layout == TILED:
             return self.stages * self._stage_bytes + self._other_bytes
@@ -245,7 +245,7 @@ class GemmConfig:
 
 
 class Point(NamedTuple):
-    """The shape that a configuration is chosen by.
+    """The shape by which a configuration is chosen.
 
     Attributes:
         live: experts that can have rows, min(M, E).
@@ -268,8 +268,8 @@ class Point(NamedTuple):
 def choose_config(spec: GemmSpec) -> GemmConfig:
     """Return the configuration of the nearest measured point, or one by rule on devices without any.
 
-    One weight of a shape that was not measured takes clusters by an estimate: how many of its tiles run at once
-    decides, which a near shape may not have in common.
+    A single weight of a shape that was not measured takes clusters by an estimate: the number of its tiles that run at
+    once decides, and a near shape may differ in that.
     """
     rows, num_experts, features, k = spec.rows, spec.num_experts, spec.features, spec.k
     swiglu, capability = spec.activation is not None, spec.target.capability
@@ -283,12 +283,12 @@ def choose_config(spec: GemmSpec) -> GemmConfig:
         cluster = _fastest_cluster(-(-max(rows, 1) // 8) * 8, features, k, format)
         if cluster is not None:
             return cluster
-        # More tiles than run at once: kernels whose blocks take one after the other.
+        # More tiles than run at once: only kernels whose blocks take several tiles in turn.
         measured = [entry for entry in measured if entry[1].kernel != "tiled_cluster"]
     if measured:
         # If one tile held an expert's rows in the measurement, it should here, too: a second one reads the weights
-        # again. Every warp along K should have work. Clusters that ran at once should here. And of many rows of one
-        # weight, a tile should not be emptier.
+        # again. Every warp along K should have work. Clusters that ran at once there should do so here. With many rows
+        # of one weight, a tile should not be emptier.
         fits = [
             (at, config)
             for at, config in measured
@@ -297,7 +297,7 @@ def choose_config(spec: GemmSpec) -> GemmConfig:
             and config.clusters(point) <= max(config.clusters(at), _CLUSTERS[config.splits - 1])
             and not (num_experts == 1 and rows > 128 and config.padding(rows) > 1.25 * config.padding(at.rows))
         ]
-        # At a point that has both, what serves one weight alone is the faster one.
+        # If a point has both, the configuration for a single weight is the faster one.
         order = [(at.distance(point), config.kernel != "tiled_cluster", config) for at, config in fits or measured]
         return min(order, key=lambda entry: entry[:2])[2].fitted(k)
     if layout == TILED:
@@ -348,7 +348,7 @@ def _cluster_candidates(rows: int, n: int, k: int, format: str) -> Iterator[Gemm
     least = next((c for c in _TILED_CLUSTER_TOKENS if 8 * c >= rows), 0)
     tokens = {least, *(c for c in (8, 12, 16, 24) if 8 * c < rows <= 512)} - {0}
     for c, (warps_n, warps_k, depth), splits in itertools.product(sorted(tokens), _TILED_CLUSTER_SPLITS, range(1, 9)):
-        # Few tokens want deep stages, many leave no room for them.
+        # Few tokens want deep stages; many tokens leave no room for them.
         deep = (2 if c < 12 else 1) <= warps_k * depth <= (8 if c <= 4 else 4)
         if not deep or c > _TILED_CLUSTER_SUMS[format][warps_n * warps_k]:
             continue
@@ -368,9 +368,9 @@ def _fastest_cluster(rows: int, n: int, k: int, format: str) -> GemmConfig | Non
 def _cluster_time(config: GemmConfig, n: int, k: int) -> float:
     """Return the microseconds on an H200 of a "tiled_cluster" whose blocks all run at once, in a row of calls.
 
-    Fitted to 664 timings of four layers at 8 to 256 rows, 9 % off (rms). What it chose for a layer whose timings the
-    fit had not seen was the fastest there at 17 of 23 points, and else at most 17 % slower. Of MXFP8, with its bytes,
-    its choice of ten took 3 % more than the fastest of them at 29 points of five layers, at most 17 %.
+    Fitted to 664 timings of four layers at 8 to 256 rows, 9 % off (rms). For a layer that the fit had not seen, its
+    choice was the fastest at 17 of 23 points, and at most 17 % slower at the others. For MXFP8, with its bytes, its
+    choice among ten took 3 % more than the fastest at 29 points of five layers, at most 17 %.
     """
     c, groups, parts = config.token_blocks, config.warps_n * config.warps_k, config.splits * config.warps_k
     # Blocks of 64 rows by 64 k that a thread block multiplies, and the sums that it sends.

@@ -71,7 +71,7 @@ def launch(
     device: torch.device,
     multiprocessors: int | None = None,
 ) -> None:
-    """Launch a kernel once, with a struct that is filled in, on the current stream of a device.
+    """Launch a kernel once, with a filled struct, on the current stream of a device.
 
     The arguments are as in `ChainBuilder.launch`.
     """

@@ -83,12 +83,12 @@ def append_linear(
     Args:
         chain: the chain.
         spec: the spec of the GEMM.
-        kernel: of `KERNELS`; "wgmma" and "mma" take 16-bit numbers, N and K that are multiples of 8, operands that are
-            aligned to 16 bytes.
+        kernel: one of `KERNELS`; "wgmma" and "mma" take 16-bit numbers, N and K that are multiples of 8, operands that
+            are aligned to 16 bytes.
         x, weight, offsets, out: operands and result.
-        adapter: (inner, b, ...) with the spec's rank, for "wgmma": rows (M, R) times b, which lies as the weight does
+        adapter: (inner, b, ...) with the spec's rank, for "wgmma": rows (M, R) times b, which has the weight's layout
             with R in place of K, are added.
-        tile: rows of a tile, of `ROWS`; by the rows of an expert when None.
+        tile: the rows of a tile, one of `ROWS`; None: chosen by the rows of an expert.
     """
     rows, experts, n, k, transposed = spec.rows, spec.num_experts, spec.n, spec.k, spec.transposed
     assert spec.dtype in DTYPE_CODES
@@ -203,8 +203,8 @@ def serves_rank(dtype: torch.dtype, n: int, k: int, rank: int) -> bool:
 def torch_is_faster(
     dtype: torch.dtype, capability: tuple[int, int], rows_per_expert: float, least: float = _TORCHS_ROWS
 ) -> bool:
-    """True if torch's grouped GEMM is to run: it does not synchronize with the host, and has `least` rows an expert,
-    or no kernel by wgmma beside it."""
+    """True if torch's grouped GEMM is to run: it does not synchronize with the host, and experts have at least `least`
+    rows, or no kernel with wgmma serves the device."""
     if dtype != torch.bfloat16 or capability[0] not in (9, 10):
         return False
     return rows_per_expert >= least or capability != (9, 0)

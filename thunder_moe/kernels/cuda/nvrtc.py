@@ -48,7 +48,7 @@ class Kernel:
         function: as above.
         device: as above.
         config: a CUlaunchConfig of one block.
-        blocks_per_multiprocessor: that run at once.
+        blocks_per_multiprocessor: the number of its blocks that run at once on a multiprocessor.
     """
 
     def __init__(self, function: Any, device: int, threads: int, shared_bytes: int, *, overlap: bool) -> None:
@@ -85,7 +85,7 @@ def tensor_map(address: int, rows: int, k: int, box_rows: int) -> bytes:
     swizzle.
 
     Args:
-        address: on the device, a multiple of 16.
+        address: the address on the device, a multiple of 16.
         rows: the number of rows of the matrix.
         k: numbers in a row, a multiple of 8.
         box_rows: at most 256.
@@ -124,9 +124,9 @@ def missing_reason() -> str | None:
 def bind_context(device: int) -> None:
     """Make the primary context of a device current in this thread, if no context is current.
 
-    The driver's functions need one. torch makes it current with a thread's first call of the CUDA runtime, which a
-    thread whose memory comes from torch's caching allocator may never make. Called under `torch.cuda.device(device)`,
-    which from then on switches between the contexts of devices.
+    The driver's functions need one. torch makes it current with a thread's first call of the CUDA runtime; a thread
+    whose memory comes from torch's caching allocator may never make one. It is called under
+    `torch.cuda.device(device)`, which from then on switches between the contexts of devices.
     """
     if getattr(_thread, "has_context", False):  # at every launch
         return

@@ -40,16 +40,16 @@ Finish = Callable[[Tensor, Any], Tensor]  # (the first operand, a chain's result
 
 
 class _UnservedError(Exception):
-    """There is no chain; the message says why."""
+    """Raised if no chain serves a call; the message says why."""
 
 
 class _Call(NamedTuple):
     """An operator's arguments, in the order of its NVFP4 description.
 
     Attributes:
-        chain: that takes them.
+        chain: the chain under construction that takes them.
         samples: the arguments; None for those that the operator of another format does not have.
-        places: the addresses of those that are tensors.
+        places: the addresses of the tensors among them.
         format: the number format of the weights.
     """
 
@@ -74,11 +74,11 @@ def describe(name: str, args: Sequence[Any], options: dict[str, Any]) -> tuple[C
         name: the name of the operator, or of a step that no operator has (`combine`,
             `f16a_nvfp4weight_grouped_mm_low_rank`).
         args: its positional arguments, which have passed its checks; weights as `WeightOperands`.
-        options: its keyword arguments, and those of `_OPERATORS` that the operator itself does not have.
+        options: its keyword arguments, and further ones of `_OPERATORS` that the operator itself does not have.
 
     Returns:
-        The chain and "", or None and why there is none. The chain takes the same arguments, and gives what the operator
-        gives, or None for arguments of another kind.
+        The chain and "", or None and the reason. The chain takes the same arguments, and returns the operator's result,
+        or None for arguments of another kind.
     """
     of_mxfp8 = name.replace(MXFP8.name, NVFP4.name)
     if of_mxfp8 not in _OPERATORS:
@@ -107,7 +107,7 @@ def prepare(
 
     Args:
         name, args, options: as there.
-        kind: `chains.kind_of` them, where it is known.
+        kind: `chains.kind_of` them, if it is known.
     """
     kind = chains.kind_of(name, _flat(args), options, _defaults(name)) if kind is None else kind
     chain = chains.find(kind)
@@ -173,7 +173,7 @@ def unserved_reason(spec: GemmSpec, rows: int | None = None) -> str | None:
 
     Args:
         spec: the spec of the GEMM.
-        rows: how many of the spec's rows are expected to be of its experts.
+        rows: the expected number of rows that belong to its experts.
     """
     if spec.dtype == torch.float32:
         return "no CUDA kernel serves activations in float32"
@@ -272,7 +272,7 @@ def _gemm(
     Args:
         call: the arguments.
         layout: the layout of the weight.
-        config: in place of the best one.
+        config: a configuration instead of the best one.
         offsets, row_slot, slot_scale, bias: the positions of these arguments; None for no such argument.
         form: the form of the activation.
         transposed: the weight is (E, K, N).

@@ -14,8 +14,8 @@ from thunder_moe.kernels.specs import GemmSpec
 __all__ = ["CACHE_LINE", "GemmPlan", "plan_gemm"]
 
 CACHE_LINE = 32  # int32 in a cache line: the tile counter has one of its own, in front of the semaphores
-# Loading weights with L2 evict_first saves the time to write back what they would evict. Above so many bytes of weights
-# that time is hidden, and the copies themselves are slower, unless the tensor cores are the limit (H200).
+# Loading weights with L2 evict_first saves the time to write back evicted lines. Above so many bytes of weights that
+# time is hidden, and the copies themselves are slower, unless the tensor cores are the limit (H200).
 _READ_ONCE_BYTES = 300_000_000
 _FEW_ROWS = 32  # up to so many, no more than there are experts, tiles have one row as a rule
 
@@ -58,7 +58,7 @@ def plan_gemm(spec: GemmSpec, config: GemmConfig | None = None) -> GemmPlan:
 
     Args:
         spec: the spec of the GEMM.
-        config: in place of the one that `choose_config` chooses.
+        config: a configuration instead of the choice of `choose_config`.
 
     Raises:
         ValueError: the layout is not for this device, or there are more tiles than an int32 counts.

@@ -120,11 +120,12 @@ def append_gemm(
         x: the rows or tokens.
         weight: in the layout of the plan's configuration.
         offsets: row ends; None for one group of all rows.
-        row_slot, slot_scale, bias: where the spec has them.
+        row_slot, slot_scale, bias: operands that the spec has, or None.
         out: where the result goes; None for scratch memory.
-        after_gemm: True if the launch before is another GEMM, which writes x and no other operand. A kernel that makes
-            use of that starts while the other one still runs, so both get semaphores apart.
-        adapter: whose product is added before rows are rounded; its kernel is "tiled_wgmma", without stream-K.
+        after_gemm: True if the launch before is another GEMM, which writes x and no other operand. A kernel that
+            exploits this starts while the other one still runs, so they get different semaphores.
+        adapter: an adapter whose product is added before rows are rounded; its kernel is "tiled_wgmma", without
+            stream-K.
     """
     config, multiprocessors = plan.config, spec.target.multiprocessors
     late = after_gemm and config.kernel in ("tiled_mma", "tiled_cluster")
@@ -173,8 +174,8 @@ def _append_gather(
     gathered = chain.scratch(2 * rows * columns)
     end = None if offsets is None else offsets.behind(4 * (spec.num_experts - 1))
     fields = x, row_slot, gathered, end, spec.rows, spec.k, spec.top_k or 1
-    # Blocks that loop take 62 us, one for every 256 items 108, where half of 65536 rows of 2048 are of experts
-    # elsewhere; 116 against 133 where none are (H200).
+    # Blocks that loop take 62 us, one block for every 256 items 108, if half of 65536 rows of 2048 belong to experts
+    # elsewhere; 116 against 133 if none do (H200).
     most = _GATHER_BLOCKS * spec.target.multiprocessors if name == "gather_rows" else ELEMENTWISE_BLOCKS
     blocks = elementwise_blocks(rows * columns // 8, most)
     chain.launch(plan.sources, name, ELEMENTWISE_THREADS, 0, blocks, GatherArguments, fields)
@@ -203,7 +204,7 @@ def append_route(
         num_experts: E, at most `backend.MAX_EXPERTS`.
         ids: int64 where `wide`, else int32.
         wide: see ids.
-        order: what is written.
+        order: the addresses that are written.
     """
     slots, buckets = shape[0] * shape[1], num_experts + 1
     whole = -(-slots // _ROUTE_THREADS) * _ROUTE_THREADS
@@ -315,12 +316,12 @@ def append_dgrad(
 ) -> Callable[[Tensor, tuple[Tensor, Tensor]], Tensor] | None:
     """Append the gradient of a grouped GEMM's rows, (M, N) -> (M, K), and declare its result.
 
-    The GEMM decodes NVFP4 weights in tiles, where that is faster, on compute capability 9.0. Else the weights of
+    On compute capability 9.0 the GEMM decodes NVFP4 weights in tiles, if that is faster. Otherwise the weights of
     experts with rows are dequantized, then multiplied.
 
     Returns:
-        None, or where torch's grouped GEMM is faster what computes the gradient of the incoming one and the chain's
-        results, which are the weights and the starts of the experts' rows.
+        None; or, if torch's grouped GEMM is faster, a function that computes the gradient from the incoming one and the
+        chain's results: the weights and the starts of the experts' rows.
     """
     target, (rows, experts, n, k) = spec.target, (spec.rows, spec.num_experts, spec.n, spec.k)
     tiled = spec.weight.layout == TILED

@@ -58,7 +58,7 @@ def append_router(chain: ChainBuilder, spec: RouterSpec, logits: Address, bias: 
         chain: the chain.
         spec: the spec of the router, without `unserved_reason`; at least one token.
         logits: (T, E).
-        bias: (E,), where the spec has it.
+        bias: (E,), if the spec has it.
 
     Returns:
         scores, expert_ids, row_slot, offsets and slot_row.

@@ -141,8 +141,8 @@ def wgrad(rows: Tensor, grad: Tensor, offsets: Tensor, out: Tensor | None = None
 
     Args:
         out: float32 (E, N, K), contiguous: the gradient goes there, float32 from the products on.
-        accumulate: it is added to `out`, in which experts without rows stay as they were; otherwise it takes the place
-            of what `out` holds, whatever that is.
+        accumulate: it is added to `out`, where experts without rows are not written; otherwise it replaces the contents
+            of `out`.
     """
     (m, k), n, experts = rows.shape, grad.shape[1], offsets.shape[0]
     _check_dtype(rows)
@@ -242,7 +242,7 @@ def bias_scale_grad(grad: Tensor, bias: Tensor, offsets: Tensor) -> Tensor:
 
 def combine_rows(rows: Tensor, offsets: Tensor, slot_row: Tensor, out: Tensor | None = None) -> Tensor:
     """Sum rows (M, N), slot_row int32 (T, A) -> (T, N), like `training_reference.combine_rows`, which serves other
-    dtypes than bfloat16 and float16 run."""
+    dtypes than bfloat16 and float16."""
     if rows.dtype not in (torch.bfloat16, torch.float16):
         return training_reference.combine_rows(rows, offsets, slot_row, out)
     return backend.combine(rows, slot_row, None, out=out)

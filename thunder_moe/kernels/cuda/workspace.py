@@ -45,7 +45,7 @@ class SemaphorePool:
         Args:
             size: a multiple of 32, a cache line.
             overlapping: the kernel uses the slice before the one in front of it in the stream has ended, so it gets
-                another than that one, which may not overlap in its turn.
+                another slice than that kernel, which must not be overlapping, too.
         """
         stream = launch.current_stream(self._device.index), overlapping
         capture = launch.capture_of(stream[0]) if _is_capturing(self._device) else 0
@@ -90,7 +90,7 @@ def semaphore_pool(device: torch.device) -> SemaphorePool:
 def _zeros_from_own_thread(size: int, device: torch.device) -> Tensor:
     """Return permanent int32 zeros that every stream sees.
 
-    Allocated in another thread, so that neither the caller's memory pool (the warm-up of a CUDA graph) nor its
+    They are allocated in another thread, so that neither the caller's memory pool (the warm-up of a CUDA graph) nor its
     inference mode applies. The host waits for the side stream that fills them.
     """
     with ThreadPoolExecutor(1) as thread:
