@@ -54,10 +54,10 @@ class GroupedGemm:
         rows: M, None if it varies from call to call.
         weight_dtype: the dtype of the weight.
         activation_dtype: the dtype of the rows.
-        needs_grad: the weight requires a gradient and gradients are enabled.
+        needs_grad: True if the weight requires a gradient and gradients are enabled.
         out_dtype: the requested output dtype; None for the activation's.
         where: file:line of the call, where the compiler tells.
-        hidden_training: the weight requires a gradient, and this is a forward whose grad mode tells nothing.
+        hidden_training: True if the weight requires a gradient, and this is a forward whose grad mode tells nothing.
         changed: `Program.reason_against_packing` of the weight.
         format: the name of the number format that the weight is to have, or has; None leaves it 16-bit.
     """

@@ -115,7 +115,7 @@ Others = AttentionEntry | RouterEntry
 
 @dataclass(frozen=True)
 class GraphCalls:
-    """How often a graph of torch.compile ran with the weights of the compiled module or function.
+    """Counts how often a graph of torch.compile ran with the weights of the compiled module or function.
 
     Attributes:
         graph: which of the function's graphs, 0 for the first one compiled.
@@ -278,7 +278,7 @@ _GRAPHS: dict[int, _Graphs] = {}
 
 
 def _graphs_of(owner: Any) -> list[Graph]:
-    """Return the list to which a graph of an owner is added."""
+    """Return the list of an owner's graphs."""
     if owner is None:
         return []
     key = id(owner)

@@ -231,7 +231,8 @@ class _Matcher:
         of_groups = graph.given(best)
         self.top_k_of(of_groups)
         best_of = self.behind_group_scores(of_groups["input"], choice, groups)
-        # Zeros: other groups' experts. Scores are not negative, so that without a bias none outranks one of the best.
+        # Zeros belong to other groups' experts. Scores are not negative, so without a bias no such expert outranks the
+        # best.
         to_zero = fill == 0 and graph.kind(graph.maker(choice)) == "add"
         found.options |= dict(
             num_groups=int(groups), top_groups=of_groups["k"], group_best=best_of, mask_to_zero=to_zero
@@ -306,7 +307,7 @@ class _Matcher:
         found.scores = result
 
     def follow(self) -> None:
-        """Add what is done to the scores as far as it is known: normalization, a scale, a cast at last."""
+        """Add the known operations on the scores: normalization, a scale, and finally a cast."""
         graph, found = self.graph, self.found
         with contextlib.suppress(MismatchError):
             while graph.example(found.scores).dtype == torch.float32:

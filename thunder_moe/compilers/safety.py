@@ -7,7 +7,8 @@ A rewrite puts one operator in the place of several steps, so that some of them 
     u = up GEMM      reads x                 a change of grad mode would take its gradient away or give it one
     product          fused operator here
 
-Tensors are identified by their storages, for which each compiler has its own objects, so all views of a tensor count.
+Tensors are identified by their storages, so all views of a tensor count. Each compiler has its own objects for
+storages.
 """
 
 from __future__ import annotations

@@ -103,7 +103,6 @@ def _change(scope: Scope, sites: tuple[GatheredBmmSite, ...], *between: fx.Node)
     """Return why grouped GEMMs at the last of some products may not replace them all."""
     nodes = frozenset().union(*(site.nodes for site in sites)) | {*between}
     rows, selected, ids = sites[0].operands
-    # A view of the result may be changed in place, by a bias, after the last product. `decline_reason` is about the
-    # weight.
+    # A bias may change a view of the result in place, after the last product. `decline_reason` checks the weight.
     weight = storages_of(value_of(given(selected)["input"]))
     return scope.reason_against_fusing(nodes, sites[-1].node, {"the rows": rows, "the experts": ids}, ignored=weight)

@@ -109,8 +109,9 @@ class Rewritten:
         return [given[position] for position in self.kept] + packed
 
     def writes_read(self, given: Sequence[Any]) -> bool:
-        """True if an input that the graph changes in place shares its memory with a packed weight, which is out of date
-        then, or with another input with which it did not when the graph was analysed. Dynamo guards on neither.
+        """True if an input that the graph changes in place shares its memory with a packed weight, which is then out of
+        date. Also True if it shares its memory with another input, but did not when the graph was analysed. Dynamo
+        guards on neither.
 
         Args:
             given: inputs of dynamo's graph.

@@ -108,10 +108,10 @@ class Router:
     """A router of a graph.
 
     Attributes:
-        match: what it consists of.
+        match: its operations and options.
         scope: the graph that it is in.
-        place: the node before which `moe_router` goes.
-        nodes: what it replaces, in order.
+        place: the node that `moe_router` is inserted before.
+        nodes: the nodes that it replaces, in order.
     """
 
     match: RouterMatch

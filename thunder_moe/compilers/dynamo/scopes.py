@@ -142,7 +142,7 @@ class Scope:
 
 
 def scopes_of(gm: fx.GraphModule, grad_enabled: bool) -> list[Scope]:
-    """Return the scope of dynamo's graph, then those of all graphs nested in it.
+    """Return the scope of dynamo's graph, then the scopes of all graphs nested in it.
 
     Args:
         gm: dynamo's graph module.

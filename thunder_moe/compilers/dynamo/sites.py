@@ -128,7 +128,7 @@ class Weights:
         if self.tensors[weight].is_meta:
             return "the weight is on the meta device, which holds no numbers"
         storages = storages_of(self._scopes[0].value_of(weight))
-        # From the inside out: the innermost knows the name of the operation.
+        # Ask from the inside out: the innermost scope knows the name of the operation.
         reasons = (scope.program.reason_against_packing(storages) for scope in reversed(self._scopes))
         return next((reason for reason in reasons if reason is not None), None)
 

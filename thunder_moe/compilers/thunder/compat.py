@@ -1,4 +1,4 @@
-"""What the package changes in Thunder 0.2.6, or in torch for Thunder; each function says why, and until which release.
+"""Changes Thunder 0.2.6, or torch for Thunder; each function says why, and until which release.
 Called by thunder_moe.registration and by the modules of compilers.thunder; calls nothing of the package.
 docs/changes.md has the table.
 

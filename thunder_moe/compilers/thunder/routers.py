@@ -92,9 +92,9 @@ class Router:
     """A router of a trace that becomes one symbol.
 
     Attributes:
-        match: what it consists of.
-        place: position of the symbol in whose place moe_router goes.
-        replaced: positions of the symbols that go, `place` among them.
+        match: its operations and options.
+        place: position of the symbol that moe_router replaces.
+        replaced: positions of the removed symbols, `place` among them.
         ids: proxy of the chosen experts.
         route: position of a moe_route of its ids, whose results moe_router gives; None without one.
     """

@@ -213,7 +213,7 @@ def find_swiglu(computation: Computation, sites: list[Site]) -> list[SwiGLU]:
 @dataclass(frozen=True, eq=False)
 class Quantized:
     """A symbol of a module that quantize_ had swapped in already. `tensors`: qdata, scale and global_scale in NVFP4
-    where they are arguments of the computation, in layout "linear"; None otherwise."""
+    if they are arguments of the computation, in layout "linear"; None otherwise."""
 
     bsym: BoundSymbol
     gemm: GroupedGemm

@@ -112,8 +112,8 @@ def register(
     Args:
         name: the name of the symbol.
         run: computes it from tensors.
-        gradient: Thunder's grad transform; None: it is a constant to autodiff.
-        meta: makes the proxies of its results; None: they are what `run` makes of tensors without data.
+        gradient: Thunder's grad transform; None: autodiff takes the results for constants.
+        meta: makes the proxies of its results; None to run `run` on tensors without data.
     """
     symbol = EXECUTOR.register_operator(name, meta=meta or _meta(run), fn=run)
     EXECUTOR.register_implementation(symbol, symbol, grad_transform=gradient)
@@ -143,7 +143,8 @@ def _without_data(argument: Any) -> Any:
 
 
 # ---- 16-bit grouped GEMM: a (M, K), b (E, K, N), offsets int32 (E,) row ends
-# `own`: of GroupedLinear, whose result is zero past the last row end, in sizes and dtypes that torch's GEMM lacks.
+# `own`: True for GroupedLinear, whose result is zero past the last row end, also in sizes and dtypes that torch's GEMM
+# lacks.
 
 
 def _grouped_mm_meta(

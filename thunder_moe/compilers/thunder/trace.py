@@ -46,7 +46,7 @@ def _sliced(tensor: torch.Tensor, starts: list[int], ends: list[int], strides: l
     return tensor[tuple(map(slice, starts, ends, strides or [1] * tensor.ndim))]
 
 
-# Leaves that may give a view of their first argument, as torch would compute them.
+# Leaves that may return a view of their first argument, with the torch function that computes it.
 _VIEWS: dict[Hashable, Callable[..., torch.Tensor]] = {
     PrimIDs.BROADCAST_IN_DIM: _broadcast,
     PrimIDs.CONVERT_ELEMENT_TYPE: lambda tensor, dtype: tensor.to(dtypes.to_torch_dtype(dtype)),
@@ -58,10 +58,10 @@ _VIEWS: dict[Hashable, Callable[..., torch.Tensor]] = {
     PrimIDs.TRANSPOSE: torch.permute,
     PrimIDs.VIEW: torch.reshape,
 }
-# The others whose output shares memory with their arguments; what is not a prim may do so too.
+# Other prims whose output shares memory with their arguments; symbols that are not prims may do so, too.
 _ALIASES = {*_VIEWS, PrimIDs.BITCAST, PrimIDs.COPY_, PrimIDs.DEVICE_PUT, PrimIDs.IMAG, PrimIDs.REAL, PrimIDs.SINK}
 _ALIASES |= {PrimIDs.UNFOLD, PrimIDs.UPDATE_ALIASES}
-# Symbols that Thunder inserts, in no particular grad mode.
+# Symbols that Thunder inserts, without a grad mode of their own.
 _WITHOUT_MODE = {PrimIDs.UNPACK_TRIVIAL, PrimIDs.UPDATE_ALIASES}
 
 

@@ -362,7 +362,7 @@ def _gradient_by_panels(dtype: torch.dtype) -> bool:
 
 @functools.cache
 def _kernels(dtype: torch.dtype, onednn: bool, format: BlockFormat = NVFP4) -> dict[str, Limits]:
-    """Return a dict: name -> limits with which all rows take that kernel, while torch may use oneDNN or not."""
+    """Return a dict: kernel name -> limits that give it all rows; `onednn` says if torch may use oneDNN."""
     kernels, built = {"slice": Limits()}, int(_extension().thunder_moe_kernels())
     if dtype != torch.float32 and built & _DOTS:
         kernels["dots"] = Limits(gemv=NEVER)

@@ -50,8 +50,8 @@ class Limits:
         tiles: an expert with at most that many rows takes tiles of a matrix unit.
         panel: an expert with at least that many rows takes the panel kernel.
         mm: an expert with at least that many rows is dequantized and multiplied by torch.mm.
-        All others take the slice kernel,
-        fp32_slices: also those of bf16 rows in fp32, else these by bf16 dot products.
+        fp32_slices: True if the slice kernel, which serves all other experts, computes in fp32 for bf16 rows, too;
+            False for bf16 dot products.
 
     Raises:
         ValueError: a limit that is not a valid number of rows, with which no kernel would serve some rows.

@@ -69,7 +69,7 @@ _QUANTIZE = (COMMON, COMMON.with_name("dequantize.cu"), COMMON.with_name("quanti
 _QUANTIZE_BLOCKS = 16384  # of a launch, about
 _SWIGLU = (COMMON, COMMON.with_name("swiglu.cu"))
 FORMATS = configs.FORMATS
-Packed = TypeVar("Packed", bound=PackedWeight)
+WeightT = TypeVar("WeightT", bound=PackedWeight)
 
 
 def unavailable_reason(device: torch.device | None = None) -> str | None:
@@ -363,7 +363,7 @@ def _warn_of_reference(what: str, activation: Tensor, weight: PackedWeight, reme
     )
 
 
-def to_tiled(weight: Packed) -> Packed:
+def to_tiled(weight: WeightT) -> WeightT:
     """Return a weight in layout "linear" in layout "tiled_64x64", as `PackedWeight.to_layout` gives it.
 
     The callers have checked that the layout fits.
@@ -376,7 +376,7 @@ def to_tiled(weight: Packed) -> Packed:
     kernel = "write_tiled" if of_nvfp4 else "write_tiled_mxfp8"
     launch_per_block((kernel,), tensors, weight.shape, weight.format.block_size)
     tiled: Any = weight
-    return cast("Packed", replace(tiled, qdata=qdata, scale=scale, layout=TILED))
+    return cast("WeightT", replace(tiled, qdata=qdata, scale=scale, layout=TILED))
 
 
 def launch_per_block(
@@ -398,14 +398,14 @@ def _prefill_strategy(weight: PackedWeight, rows: int) -> str | None:
     return prefill.strategy(weight.layout, weight.shape, weight.format.name, rows, capability)
 
 
-def _for_rows(weight: Packed, rows: int, config: GemmConfig | None = None) -> Packed:
+def _for_rows(weight: WeightT, rows: int, config: GemmConfig | None = None) -> WeightT:
     """Return the weight in the layout of a given configuration, or else in the layout for so many rows."""
     if config is not None:
         return weight.to_layout(config.layout)
     return to_tiled(weight) if _prefill_strategy(weight, rows) == prefill.RETILE_FIRST else _readable(weight)
 
 
-def _readable(weight: Packed) -> Packed:
+def _readable(weight: WeightT) -> WeightT:
     """Return the weight in a layout that kernels read."""
     return weight if weight.layout == TILED else to_linear(weight)
 

@@ -56,13 +56,13 @@ ROWS = {"wgmma": tuple(STAGES), "mma": (32, 128), "any": (32, 64, 128)}  # of a 
 PACKED_STAGES = {64: 9, 192: 5}  # likewise of NVFP4 weights in tiles
 MAX_RANK = 64  # of the kernels of LoRA adapters
 _COLUMNS = 128  # kTileN
-# Rows per expert from which torch's grouped GEMM is used. Gradient of the rows, H200, us, torch's and "wgmma",
-# equal shares, shares of 1/i. Qwen3-30B-A3B (1536, 2048): 8 rows 284, 207; 293, 207. 64 rows 275, 227; 324, 254. 256
-# rows 343, 367; 471, 451. Mixtral (28672, 4096): 128 rows 510, 490; 789, 634. 1024 rows 2635, 2759; 2977, 3102.
+# The least rows per expert for torch's grouped GEMM. Gradient of the rows, H200, us, torch's and "wgmma", equal shares,
+# shares of 1/i. Qwen3-30B-A3B (1536, 2048): 8 rows 284, 207; 293, 207. 64 rows 275, 227; 324, 254. 256 rows 343, 367;
+# 471, 451. Mixtral (28672, 4096): 128 rows 510, 490; 789, 634. 1024 rows 2635, 2759; 2977, 3102.
 _TORCHS_ROWS = 256
-# Rows per expert from which NVFP4 weights in tiles are dequantized first. Gradient of the rows, H200, us,
-# dequantized and packed: Qwen3-30B-A3B's gate and up, 4 rows 461, 214; 32 rows 481, 217; 128 rows 570, 280;
-# 256 rows 699, 567; 512 rows 978, 853; 1024 rows 1539, 1660.
+# The least rows per expert for dequantizing NVFP4 weights in tiles first. Gradient of the rows, H200, us, dequantized
+# and packed: Qwen3-30B-A3B's gate and up, 4 rows 461, 214; 32 rows 481, 217; 128 rows 570, 280; 256 rows 699, 567; 512
+# rows 978, 853; 1024 rows 1539, 1660.
 _ROWS_OF_16_BITS = 768
 
 

@@ -60,7 +60,7 @@ _THREADS = 256  # kRowThreads
 _CHUNK_ROWS, _COLUMNS = 128, 256  # kChunkRows, kColumns
 _BLOCK_FEATURES = 4096  # from so many on, a block computes a row, and a warp below
 _MOST_BLOCKS = 2**16
-# Rows per expert from which torch's grouped GEMM is used for the gradient of a bfloat16 weight whose K is a multiple of
+# The least rows per expert for torch's grouped GEMM, for the gradient of a bfloat16 weight whose K is a multiple of
 # 256; for other weights it always is. H200, us, torch's, "wgmma", equal shares. Qwen3-30B-A3B (1536, 2048): 8 rows 356,
 # 347; 64 rows 358, 337; 256 rows 494, 514. Mixtral (28672, 4096): 128 rows 766, 914. GPT-OSS-20B (5760, 2880): 32 rows
 # 412, 440.
