@@ -91,7 +91,7 @@ def test_the_public_function_has_the_signature_and_the_documentation():
     signature = inspect.signature(f16a_nvfp4weight_scaled_grouped_mm)
     assert list(signature.parameters)[-1] == "layout"
     assert signature == OPERATORS["f16a_nvfp4weight_scaled_grouped_mm"].signature
-    assert "Grouped GEMM" in f16a_nvfp4weight_scaled_grouped_mm.__doc__
+    assert "grouped GEMM" in f16a_nvfp4weight_scaled_grouped_mm.__doc__
 
 
 @pytest.mark.parametrize("backend", ["cpu", "reference", "w4a4"])

@@ -46,13 +46,12 @@ def mxfp8_fake_quantize(weight: Tensor) -> Tensor:
 
 
 def fake_quantize_mxfp8(weight: Tensor) -> Tensor:
-    """Return a weight with the values that it has as MXFP8, like `fake_quantize`; in_features are a multiple of 32."""
+    """Return a weight rounded to MXFP8, like `fake_quantize`; in_features are a multiple of 32."""
     return mxfp8_fake_quantize(weight)
 
 
 def fake_quantize(weight: Tensor, *, scale_search: str | None = None) -> Tensor:
-    """Return a weight with the values that it has as NVFP4: ``dequantize(quantize(weight), weight.dtype)``, bit for
-    bit.
+    """Return a weight rounded to NVFP4: ``dequantize(quantize(weight), weight.dtype)``, bit for bit.
 
     The weight gets the result's gradient unchanged ("straight through"), so that training through it finds weights that
     are good in 4 bits. It compiles to one operator, never synchronises on CUDA, and can be captured in a CUDA graph.

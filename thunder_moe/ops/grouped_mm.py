@@ -87,8 +87,7 @@ def f16a_nvfp4weight_scaled_grouped_mm(
     *,
     layout: str = LINEAR,
 ) -> Tensor:
-    """Compute the grouped GEMM of 16-bit activations with NVFP4 weights: ``out[rows of e] = activation[rows of e] @
-    w[e].T``.
+    """Compute a grouped GEMM with NVFP4 weights: ``out[rows of e] = activation[rows of e] @ w[e].T`` for each expert e.
 
     Differentiable in `activation`; the weights are frozen. Never synchronises with the host on CUDA.
 

@@ -148,8 +148,8 @@ void with_format(int32_t format, const F& run) {
 template <class Format>
 constexpr bool kHasTiles = std::is_same<Format, Nvfp4>::value;
 
-// What grouped_mm is told of the kernels: experts with at most `gemv` rows take a gemv kernel, `fma` or dots, those with
-// at most `tile` rows tiles, those with at least `panel` rows panels, others slices, of fp32 or, if x has, of bf16; those
+// The choice of kernels: experts with at most `gemv` rows take a gemv kernel, `fma` or dots; experts with at most `tile`
+// rows take tiles, with at least `panel` rows panels, and all others slices, of fp32 or, for 16-bit x, of bf16. Experts
 // with more than `most` rows are left out.
 struct Limits {
   int64_t gemv, tile, panel, most;
@@ -379,7 +379,7 @@ int32_t thunder_moe_kernels() {
   return kernels;
 }
 
-// out[row, k] for rows of [E, N]; per_row: global is [E * N] rather than [E]. Returns what guarded does.
+// out[row, k] for rows of [E, N]; per_row: global is [E * N] rather than [E]. Returns the result of guarded.
 int32_t thunder_moe_dequantize(const uint8_t* qdata, const uint8_t* scale, const float* global, int32_t per_row,
                                int64_t rows, int64_t n, int64_t k, int32_t dtype, int32_t format, void* out) {
   return guarded([&] {
@@ -394,7 +394,7 @@ int32_t thunder_moe_dequantize(const uint8_t* qdata, const uint8_t* scale, const
   });
 }
 
-// At most that many threads for calls of this thread; 0 is all of torch's.
+// Limits the threads of calls from this thread; 0 allows all of torch's threads.
 void thunder_moe_set_workers(int32_t workers) { thunder_moe_most_workers = workers; }
 
 // x (count, k); row ends are clamped to count. Experts with more than max_rows rows are left out. If this CPU has the

@@ -98,7 +98,7 @@ void decode_pairs(Nvfp4, const uint8_t* codes, int64_t codes_stride, const uint8
       for (int64_t c = 0; c < columns; ++c) std::memcpy(some[c], scale + c * scale_stride + base / 16, left / 16);
       gather_scales(some[0], 8, factor);
     }
-    // No prefetcher of the CPU follows 16 columns. What comes next is in the same columns or in the 16 after them.
+    // No prefetcher of the CPU follows 16 columns. The next codes are in the same columns or in the next 16.
     const bool wrap = base + kAhead >= count;
     const int64_t next_k = base + kAhead - (wrap ? count : 0), behind = wrap ? 16 : 0;
     const uint8_t* next_codes = codes + behind * codes_stride + next_k / 2;

@@ -51,7 +51,7 @@ struct Choice {
       : form(form), logits(form.experts), scores(form.experts), choice(form.experts), sums(form.num_groups),
         keys(std::max(form.experts, form.num_groups)), best(std::max({form.top_k, form.top_groups, form.group_best})) {}
 
-  // Takes experts outside of the best groups out of the choice.
+  // Removes experts outside of the best groups from the choice.
   void mask_groups() {
     const int64_t size = form.experts / form.num_groups;
     for (int64_t group = 0; group < form.num_groups; ++group) {

@@ -138,7 +138,7 @@ void tile_task(const Problem& problem, const Task& task) {
     const uint8_t *from = codes + column * stride, *scales = scale + column * scale_stride;
     bf16* out = weight[chunk & 1] + n / 16 * 4 * kTile + n % 16 * 32;
     for (int64_t step = kChunk * chunk; step < std::min(steps, kChunk * (chunk + 1)); ++step) {
-      // No prefetcher of the CPU follows so many columns. What comes next is in the same ones or in those after them.
+      // No prefetcher of the CPU follows so many columns. The next codes are in the same columns or in the ones after them.
       const int64_t ahead = step + kTilesAhead, behind = ahead < steps ? 0 : kTilesCols;
       const int64_t next = ahead < steps ? ahead : ahead - steps, left = k - 128 * step;
       __builtin_prefetch(codes + (n + behind) * stride + 64 * next);

@@ -26,9 +26,9 @@ typedef unsigned long long uint64_t;
 // to start behind its own wait, so all kernels before it had completed and their results were visible. Hence every block of every
 // kernel waits, also one that finds no work: otherwise a kernel could complete before the kernel that it follows.
 //
-// Between ours there may be kernels of inductor that start early, too (`triton.enable_pdl`). They wait before they allow the
-// next one to start, and wait first where the kernel in front of them is not inductor's; one that follows another of inductor's
-// may load before it waits what that one does not write. So by induction the same holds for a chain of both: once a kernel has
+// Between our kernels there may be inductor's, which start early, too (`triton.enable_pdl`). They wait before they allow the next
+// kernel to start. They wait first if the kernel in front of them is not inductor's; otherwise they may load operands before they
+// wait, but only operands that this kernel does not write. So by induction the same holds for mixed chains: once a kernel has
 // waited, all earlier ones have completed, also those that read the memory which it is about to write (a buffer that inductor
 // or the caching allocator uses again). Weights are never read in front of the wait, since the kernel in front may write them;
 // only inside a chain of ours they are. A kernel of inductor that loads nothing (a fill) is the exception: it may not wait at all,
@@ -49,7 +49,7 @@ DEVICE uint32_t load_word(const uint32_t* p) {
   return word;
 }
 
-// 16 bytes, aligned: by one instruction, where the compiler makes four of `*p = make_uint4(...)` at times.
+// Stores 16 aligned bytes by one instruction; the compiler sometimes makes four of `*p = make_uint4(...)`.
 DEVICE void store16(void* p, uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
   asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(p), "r"(a), "r"(b), "r"(c), "r"(d) : "memory");
 }
@@ -123,7 +123,7 @@ DEVICE float load_float(const void* p, int64_t i, int dtype) {
   return dtype == 1 ? widen<true>(bits) : widen<false>(bits);
 }
 
-// The slot of a row, clamped to those that exist: row_slot is not trusted.
+// The slot of a row, clamped to existing slots: row_slot is not trusted.
 DEVICE int slot_of_row(const int* row_slot, int row, int rows) {
   return static_cast<int>(min(static_cast<uint32_t>(row_slot[row]), static_cast<uint32_t>(rows - 1)));
 }

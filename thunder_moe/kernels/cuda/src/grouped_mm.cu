@@ -2,7 +2,7 @@
 // Compiled at run time by kernels/cuda/nvrtc.py behind grouped_mm.cuh; tests/emulator/cuda_emulator.h runs it on a CPU.
 //
 // A thread reads 32 weights of a row of weights at a time, always the same 32 k of a chunk, and the same
-// 32 k of its token: within a chunk the order of k is free, so neither operand is exchanged between threads and both
+// 32 k of its token: the order of k within a chunk does not matter, so threads exchange no operand, and both operands
 // keep their natural order in memory. `grouped_mm` can split K over the warps of a block and waits rarely (few rows per
 // expert); `grouped_mm_staged` stages many tokens' chunks in shared memory.
 

@@ -146,7 +146,7 @@ DEVICE void prefetch_for_epilogue(const GemmArguments& args, int expert, int n0,
   }
 }
 
-// Of chunk `chunk` from there on. FULL: K is a multiple of the chunk. Otherwise k_left says how many k there are from the thread's
+// Loads chunk `chunk` from there on. FULL: K is a multiple of the chunk. Otherwise k_left says how many k there are from the thread's
 // 32 of that chunk on.
 template <bool FULL, bool SCALES = true>
 DEVICE void load_weights(Weights& w, const Rows& rows, int chunk, int k_left) {
@@ -155,7 +155,7 @@ DEVICE void load_weights(Weights& w, const Rows& rows, int chunk, int k_left) {
     load_row<FULL, SCALES>(w, half, rows.codes[half] + chunk * (kChunk / kCodesPerByte), rows.scales[half] + chunk * (kChunk / kScaleK), k_left);
 }
 
-// One block of 8 tokens against half a decoded chunk; x holds the thread's 32 k of its token.
+// Multiplies one block of 8 tokens by half a decoded chunk; x holds the thread's 32 k of its token.
 template <bool BF16>
 DEVICE void multiply(float (&acc)[4], const uint32_t (&a)[4][4], const uint4 (&x)[4], int part) {
 #pragma unroll
@@ -239,7 +239,7 @@ DEVICE void store(const GemmArguments& args, const float (&acc)[R][C][4], const 
   }
 }
 
-// The same, with row factors and scales loaded here.
+// The same epilogue, but it loads row factors and scales itself.
 template <bool BF16, bool SWIGLU, int C, int R, int STRIDE>
 DEVICE void store(const GemmArguments& args, const float (&acc)[R][C][4], int expert, int row0, int end, int n0, int g, int t) {
   RowFactors<R> rows;

@@ -2,15 +2,15 @@
 // Compiled at run time by kernels/cuda/linear.py behind wgmma_shared.cuh and linear.cuh; tests/emulator/cuda_emulator.h runs it on a CPU.
 //
 // Persistent. The weight is the left operand, so that an expert with few rows wastes little: two warpgroups each multiply 64 of its
-// 128 columns of the result by TOKENS rows of x. One warp has the copy engine fill a ring of stages of 64 k. A weight that lies
-// transposed, as for the gradient of the rows, is read so by the tensor cores.
+// 128 columns of the result by TOKENS rows of x. One warp has the copy engine fill a ring of stages of 64 k. The tensor cores can
+// read a transposed weight, as in the gradient of the rows.
 
 struct TmaLinearArguments {
   TensorMap weight, x;  // (E N, K), or transposed (E K, N), in boxes of 64 rows by 64 columns; (M, K) in boxes of TOKENS rows by 64 k
   LinearArguments of;
 };
 
-// With the product of a LoRA adapter, which is added: rows (M, rank), and b as the weight lies.
+// Arguments with a LoRA adapter, whose product is added: rows (M, rank), and b in the weight's layout.
 struct LowRankLinearArguments {
   TensorMap weight, x, b, inner;
   LinearArguments of;

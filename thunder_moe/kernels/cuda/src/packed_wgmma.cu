@@ -35,7 +35,7 @@ DEVICE void load_part(PackedPart& part, const PackedLinearArguments& all, const 
   }
 }
 
-// Decodes it to boxes in the tensor cores' swizzle: 2**-8 of e2m1 * scale, exact. PER_ROW: times the global scale, in float32, rounded once.
+// Decodes this part to boxes in the tensor cores' swizzle: 2**-8 of e2m1 * scale, exact. PER_ROW: times the global scale, in float32, rounded once.
 template <bool BF16, bool PER_ROW>
 DEVICE void decode_boxes(uint8_t* boxes, const PackedPart& part) {
   const int warp = threadIdx.x % 128 / 32, g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;

@@ -51,7 +51,7 @@ DEVICE void init_pipeline(uint8_t* footer, int consumers) {
   }
 }
 
-// The producer waits until a stage is empty, then writes its work item and how many bytes will arrive.
+// The producer waits until a stage is empty, then writes its work item and the number of bytes that will arrive.
 DEVICE void acquire_stage(StageFooter* stage, int parity, const WorkItem& work, int bytes) {
   mbarrier_wait(mbarrier_address(&stage->empty), parity ^ 1);
   stage->work = work;

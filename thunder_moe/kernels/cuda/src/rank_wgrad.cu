@@ -15,7 +15,7 @@ constexpr int kStageRows = 64, kColumns = 128, kUnits = kColumns / 8;  // units 
 // The place of a unit of a wide row: no two of eight rows below each other are in the same banks.
 DEVICE int unit_at(int row, int unit) { return row * kUnits + (unit ^ (row % 8)); }
 
-// C: blocks of 16 of N; STAGES: of the ring. The result is (E, N, K), WIDE_FIRST (E, K, N).
+// C: blocks of 16 of N; STAGES: stages of the ring. The result is (E, N, K), WIDE_FIRST (E, K, N).
 template <bool BF16, bool WIDE_FIRST, int C, bool GATHER, int STAGES>
 __global__ void __launch_bounds__(256, 2) rank_wgrad(const RankWgradArguments all) {
   await_previous_kernel();

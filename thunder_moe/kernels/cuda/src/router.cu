@@ -98,7 +98,7 @@ DEVICE uint32_t group_of_lanes(const RouterArguments& args, const uint32_t (&key
   return key_of(args.group_best == 1 ? value_of(first) : value_of(first) + value_of(second));
 }
 
-// The same for any groups, in lane g for group g.
+// The same for groups of any size; lane g has the key of group g.
 template <int PER_LANE>
 DEVICE uint32_t group_of_experts(const RouterArguments& args, const uint32_t (&keys)[PER_LANE], const int (&groups)[PER_LANE]) {
   const int lane = threadIdx.x % 32;
@@ -299,7 +299,7 @@ DEVICE void count_slots(const RouterArguments& args, int* warp_count, int per_wa
   __syncthreads();
 }
 
-// All of it in one block: at most THREADS slots.
+// Chooses and sorts in one block: at most THREADS slots.
 template <int PER_LANE, int BY, int THREADS>
 DEVICE void route_in_one_block(const RouterArguments& args) {
   __shared__ uint4 shared[THREADS / 4];
@@ -341,9 +341,9 @@ __global__ void __launch_bounds__(THREADS) router_one_block(const RouterArgument
   route_in_one_block<PER_LANE, BY, THREADS>(args);
 }
 
-// x @ weight.T in front of it: a warp has an expert. The last block chooses; it gets the logits as words that are their own
-// semaphores (zero: not there yet), in one latency of the L2 cache where a counter and a second look take three. Blocks start
-// in the order of their indices, so those that it waits for are running.
+// Computes x @ weight.T first, a warp per expert. The last block chooses. Each logit doubles as its own ready flag: a zero word
+// means not yet written. This takes one latency of the L2 cache; a counter and a second read would take three. Blocks start in
+// the order of their indices, so the blocks that it waits for are running.
 template <bool BF16, int PER_LANE, int BY, int THREADS, int TOKENS>
 __global__ void __launch_bounds__(THREADS) router_linear(const RouterLinearArguments args) {
   await_previous_kernel();
@@ -394,7 +394,7 @@ __global__ void __launch_bounds__(THREADS) router_linear(const RouterLinearArgum
   route_in_one_block<PER_LANE, BY, THREADS>(router);
 }
 
-// The choice, and counts[block][expert].
+// Chooses, and writes counts[block][expert].
 template <int PER_LANE, int BY, int THREADS>
 __global__ void __launch_bounds__(THREADS) router_choose(const RouterArguments args) {
   await_previous_kernel();

@@ -16,7 +16,7 @@ __global__ void __launch_bounds__(256) gather_rows(const GatherArguments args) {
   }
 }
 
-// With the GEMM of a LoRA adapter, whose rows are added.
+// Arguments with a LoRA adapter, whose product is added.
 struct LowRankGemmArguments {
   TensorMap x, inner;  // of gemm.x and of rows (M, rank), in boxes of a tile's tokens
   GemmArguments gemm;
@@ -110,7 +110,7 @@ DEVICE void multiply_tiled(const Arguments& all) {
     const bool elected = elect_one();
     for (scheduler.begin(args.tile_counter, tile_start[args.num_experts]); scheduler.valid(); scheduler.advance()) {
       const Tile at = scheduler.find(args, tile_start, row_start, kTokens);
-      // With STREAM_K of the stages from `first` to `last`.
+      // With STREAM_K, of the stages from `first` to `last` only.
       const int first_k = STREAM_K ? scheduler.first * K_BLOCKS * kBlock : 0, last_k = STREAM_K ? scheduler.last * K_BLOCKS * kBlock : args.k;
       const WorkItem work = {at, STREAM_K ? scheduler.last - scheduler.first : 0, STREAM_K ? scheduler.contributors() : 0};
       typename Block::template Copies<SWIGLU, kBlocks, K_BLOCKS> copy(args, at.expert, at.tile_n * kTileRows, first_k / kBlock);

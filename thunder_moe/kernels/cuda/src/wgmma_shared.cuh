@@ -20,8 +20,8 @@ DEVICE MatrixDescriptor row_descriptor(const uint8_t* box) {
     else WGMMA_SHARED_TYPED(N, "f16.f16", REGISTERS, A, B, FLAG, ROWS_A, ROWS_B, __VA_ARGS__);                        \
   } while (false)
 
-// acc += (add) or = 64 by 16 numbers of `a` times 16 by 8 C of `b`, asynchronously. An operand's 16 lie in a row of the box that its
-// descriptor is of, or, TRANSPOSED, below each other.
+// acc += (add) or = 64 by 16 numbers of `a` times 16 by 8 C of `b`, asynchronously. An operand's 16 numbers are in a row of its
+// descriptor's box or, TRANSPOSED, in a column.
 template <bool BF16, bool TRANSPOSED_A, bool TRANSPOSED_B, int C>
 DEVICE void wgmma_shared(float (&acc)[C][4], MatrixDescriptor a, MatrixDescriptor b, bool add) {
   if constexpr (C == 2) WGMMA_SHARED(16, R8, "%8", "%9", "%10", "%11", "%12", ACC2(0));
