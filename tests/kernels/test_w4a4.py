@@ -127,7 +127,8 @@ def test_grouped_swiglu(offsets, dtype):
 
 
 def test_options_of_the_fused_operators():
-    """Gathered rows, scales, biases and other activations: the rows are rounded, all else is as in the reference."""
+    """With gathered rows, scales, biases and other activations, the rows are rounded, and all else equals the
+    reference."""
     offsets = torch.tensor([1, 3, 3, 6], dtype=torch.int32)
     tokens, weight, _ = make(torch.float32, 3, n=32)
     row_slot = torch.tensor([3, 0, 5, 1, 2, 4], dtype=torch.int32)

@@ -39,7 +39,7 @@ def make_routing(tokens=T, top_k=A, experts=E):
 
 
 def test_experts_that_processes_share():
-    """A hint for kernels that changes nothing."""
+    """The option is a hint for kernels that does not change results."""
     (gate_up, down), _ = make()
     x, (ids, weights) = torch.randn(T, H), make_routing()
     wanted = experts_op(x, ids, weights, gate_up, down)
@@ -328,7 +328,7 @@ def test_experts_refuse_operands_that_do_not_fit():
 @pytest.mark.parametrize("backend", ["cpu", "reference", "w4a4"])
 @pytest.mark.parametrize(("tokens", "top_k"), [(0, 0), (0, 2), (3, 0), (3, 1)])
 def test_nothing_to_do(backend, tokens, top_k):
-    """No tokens, no slots, or slots that all are sentinels: zeros, and zero gradients."""
+    """Without tokens or slots, or if all slots are sentinels, results and gradients are zeros."""
     (gate_up, down), _ = make()
     leaves = [torch.randn(tokens, H), torch.rand(tokens, top_k), torch.randn(E, 2 * INNER), torch.randn(E, H)]
     hidden, scores, *biases = (leaf.requires_grad_() for leaf in leaves)
@@ -382,7 +382,7 @@ BAD_OFFSETS = {
 
 @pytest.mark.parametrize("backend", ["cpu", "reference", "w4a4"])
 def test_refuses_values_out_of_range(backend):
-    """Forward and backward, also the backward functions and operators that Thunder calls by themselves."""
+    """Forward and backward refuse them, also the backward functions and operators that Thunder calls directly."""
     weights, _ = make()
     ids, scores = make_routing()
     row_slot, offsets, slot_row = moe_route(ids, E)
@@ -523,7 +523,7 @@ def test_autocast_changes_nothing(backend, dtype, autocast):
 
 
 def test_refuses_derivatives_that_it_has_not():
-    """torch would drop tangents, and give a weight no gradient, without a word."""
+    """torch would silently drop tangents, and give a weight no gradient."""
     weights, _ = make()
     ids, _ = make_routing()
     row_slot, offsets, slot_row = moe_route(ids, E)

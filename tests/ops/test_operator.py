@@ -297,7 +297,7 @@ def test_a_later_argument_of_a_subclass_or_of_a_lazy_kind(place):
 
 
 def test_numbers_of_other_types_are_converted_or_named():
-    """Their errors named no argument, as the kernels raised them; a tensor stood for the number that it held first."""
+    """Kernels would raise errors that name no argument, or keep the number that a tensor held at the first call."""
     ids, (x, *rest) = torch.tensor([[0], [2]], dtype=torch.int32), make()
     for count in (3, 4):
         with torch.no_grad():

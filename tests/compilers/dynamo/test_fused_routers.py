@@ -116,8 +116,8 @@ def test_experts_behind_it_take_its_order(targets):
     assert routing(targets) == ["moe_router"]
 
 
-def test_selected_experts_take_its_order(targets):
-    """Batched products, as transformers makes them to decode: their ids are the router's, reshaped and clamped."""
+def test_gathered_products_take_its_order(targets):
+    """transformers decodes by batched products; their ids are the router's, reshaped and clamped."""
 
     class Layer(torch.nn.Module):
         def __init__(self):

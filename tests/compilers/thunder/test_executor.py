@@ -133,7 +133,7 @@ def test_a_weight_that_is_returned_too_stays_an_input(returned):
 @pytest.mark.parametrize("heads", [(4, 2), (3, 1), (2, 2)])
 @pytest.mark.filterwarnings("ignore::thunder_moe.RewriteWarning")
 def test_attention_whose_heads_share_keys(heads):
-    """`enable_gqa`, which models of transformers ask for in a prompt, and Thunder's own symbol does not take."""
+    """Models of transformers ask for `enable_gqa` in a prompt, and Thunder's own symbol does not take it."""
 
     def attention(query, key, value):
         return F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=0.3, enable_gqa=True)

@@ -296,7 +296,7 @@ def test_linears_quantized_beforehand(fusions, implementation, out_features):
 
 
 def test_blocks_quantized_beforehand(fusions, implementation):
-    """gate and up have a global scale each: ours; down_proj: nvFuser's."""
+    """gate and up have a global scale each and run our kernel; down_proj runs nvFuser's."""
     experts = block()
     model = Call(quantize_(torch.nn.ModuleList([copy.deepcopy(experts)]))[0])
     x, offsets = torch.randn(16, 128, dtype=BF16), EVEN.clone()
@@ -335,7 +335,7 @@ class Call(torch.nn.Module):
 
 
 def test_given_sizes_and_places_are_used(fusions, implementation):
-    """A call of the operator itself with what is derived otherwise."""
+    """A call of the operator itself may pass what is otherwise derived."""
     weight = quantize(torch.randn(4, 128, 128) / 11).to_layout(route.LAYOUT)
     offsets = EVEN.clone()
     sizes = torch.tensor([[4, 128, 128]] * 4, dtype=torch.int32)

@@ -793,7 +793,7 @@ with runpy.run_path(sys.argv[1])["one_process"](sys.argv[2], "compiles"):
 
 @pytest.mark.parametrize("end", ["kill", "fork"])
 def test_the_lock_of_a_process_that_was_killed_is_free(compiled, caplog, end):
-    """Also where a process that it forked lives on."""
+    """The lock is free even if a process that it forked lives on."""
     command = [sys.executable, "-c", HOLDER, code_cache.__file__, host_code.key_of(cpu._parts()), end]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as holder:
         child = holder.stdout.readline().strip()

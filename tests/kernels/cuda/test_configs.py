@@ -61,7 +61,8 @@ def test_configurations_fit_the_device(capability):
 
 
 def test_one_weight_alone_takes_clusters():
-    """Groups do not, not even a single row, which is one group's; nor a K that its warpgroups cannot share."""
+    """Groups do not take clusters, not even a single row of one group, nor does a K that the warpgroups cannot
+    share."""
     for rows in (1, 8, 64, 96, 128, 256):
         config = choose(rows, 1, 5120, 2048)
         assert config.kernel == "tiled_cluster"

@@ -91,7 +91,8 @@ def test_a_result_is_written_into_nothing_of_another_kind(emulated):
 
 @pytest.mark.parametrize("name", others_slow(TILED_CONFIGS, FAST))
 def test_rows_that_come_late(hopper, adversary, monkeypatch, name):
-    """Every kernel of tiled weights behind another GEMM: more tiles than blocks, and blocks without any."""
+    """Every kernel of tiled weights runs behind another GEMM, with more tiles than blocks, and with blocks without
+    tiles."""
     monkeypatch.setattr(adversary, "late_copies", 0)  # late ones would read what is there by then
     first = next(iter(TILED_SWIGLU_CONFIGS.values()))
     args = make_layer(21, 64, 320, TILED)

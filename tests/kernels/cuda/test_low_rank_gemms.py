@@ -100,7 +100,7 @@ def test_gradient_of_the_rows(device, layout, n, k, rank):
     ),
 )
 def test_gradient_of_many_rows(device, monkeypatch, kernel, dtype, rank, per_row):
-    """More stages than a block has room for, tiles of all widths; two columns of them, the last half full."""
+    """There are more stages than a block has room for, and tiles of all widths in two columns, the last half full."""
     ends, n, k = (50, 50, 150, 580), 128, 192
     weight, exact, grad, outer, a = operands(device, dtype, n, k, rank, transposed=True, ends=ends)
     if per_row:
@@ -125,7 +125,7 @@ def test_gradient_of_many_rows(device, monkeypatch, kernel, dtype, rank, per_row
 
 @pytest.mark.parametrize("rank", others_slow([12, 16, 72], [16]))
 def test_where_no_kernel_does_both(device, monkeypatch, rank):
-    """Other ranks, few rows, other layouts: the GEMM, and the adapter's product added to it."""
+    """For other ranks, few rows and other layouts the GEMM runs, and the adapter's product is added to it."""
     dtype = torch.bfloat16
     weight, exact, x, inner, b = operands(device, dtype, 64, 64, rank)
     offsets = torch.tensor(ENDS, dtype=torch.int32, device=device)
@@ -166,7 +166,7 @@ def test_sums_leave_registers_for_the_adapter(emulated, hopper, monkeypatch, of_
 @pytest.mark.parametrize(("dtype", "rank", "k"), [(torch.bfloat16, 16, 200), (torch.float16, 40, 72)])
 @pytest.mark.covering(1)
 def test_gather(device, dtype, rank, k, transposed):
-    """Rows of two tiles of an expert; ids that are not trusted."""
+    """An expert has rows of two tiles, and ids are not trusted."""
     torch.manual_seed(0)
     ends = torch.tensor([0, 5, 5, 145, 146], dtype=torch.int32)
     tokens, slots = torch.randn(74, k).to(dtype), torch.randperm(148).int()
@@ -186,7 +186,7 @@ def test_gather(device, dtype, rank, k, transposed):
 
 @pytest.mark.slow
 def test_gather_of_a_high_rank_with_little_shared_memory(emulated):
-    """Three stages in place of four, on another device than SM90."""
+    """Other devices than SM90 run three stages instead of four."""
     torch.manual_seed(0)
     ends, slots = torch.tensor([130, 140], dtype=torch.int32), torch.randperm(140)
     tokens, matrix = torch.randn(70, 328).bfloat16(), torch.randn(2, 64, 328).bfloat16()

@@ -76,7 +76,7 @@ def test_tiled(emulated, hopper, name):
 
 @pytest.mark.parametrize("name", others_slow(["split", "tiled mma"], ["split"]))
 def test_fp16(emulated, hopper, name):
-    """Weights from where float16 is subnormal to its largest numbers; scales beyond are Inf or NaN, not numbers."""
+    """Weights range from float16's subnormals to its largest numbers; scales beyond are Inf or NaN, not numbers."""
     layout = "tiled_64x64" if name in TILED else "linear"
     weight, exact = make(64, 128, (-12, 5))
     offsets, rows = torch.tensor(OFFSETS, dtype=torch.int32), torch.randn(42, 128, dtype=torch.float16) * 2.0**-6

@@ -181,7 +181,8 @@ BY_RULE = [(*size, capability) for capability in CAPABILITIES for size in SIZES[
 
 @pytest.mark.parametrize(("rows", "swiglu", "k", "capability"), [(12, False, 2112, (9, 0)), *others_slow(BY_RULE, ())])
 def test_configurations_by_rule_compile(kept, rows, swiglu, k, capability):
-    """Both dtypes, K that is a multiple of a chunk or stage and K that is none, with and without a scale of rows."""
+    """They compile for both dtypes, K that is and is not a multiple of a chunk or stage, with and without a scale of
+    rows."""
     found, point = set(), Point(1, rows, 768, k)
     configs = [cuda_configs._by_rule(point, swiglu, 132, capability)]
     if capability == (9, 0):
