@@ -89,7 +89,7 @@ def rewrite(
         for block in plan.routed:
             replace_all_experts_bmm(block, *packing.inputs_of(*block.sites))
     # After this, the router of experts that ran on all tokens looks like any other.
-    seen = (scope.as_it_is() if plan.routed else scope for scope, plan in zip(scopes, plans, strict=True))
+    seen = (scope.after_rewrite() if plan.routed else scope for scope, plan in zip(scopes, plans, strict=True))
     routers = [found for scope in seen for found in find_routers(scope)]
     for plan in plans:
         _carry_out(plan, packing)

@@ -121,7 +121,7 @@ class Scope:
             (node,) = sources
         return node
 
-    def as_it_is(self) -> Scope:
+    def after_rewrite(self) -> Scope:
         """Return the scope of this graph after a rewrite."""
         first = next(iter(self.graph.nodes))
         return replace(self, modes=grad_modes(self.graph, self.modes.get(first, True)))

@@ -30,7 +30,7 @@ from thunder_moe.formats.block_format import MXFP8, NVFP4, BlockFormat
 from thunder_moe.formats.weight import PackedWeight
 from thunder_moe.kernels import code_cache, host_code
 from thunder_moe.kernels.arguments import DTYPE_CODES, as_kernel_float, dtype_code, pointer
-from thunder_moe.kernels.cpu.crossover import NEVER, ROWS, Limits, limits_by_hand, limits_for
+from thunder_moe.kernels.cpu.crossover import NEVER, ROWS, Limits, forced_limits, limits_for
 from thunder_moe.kernels.experts import ExpertsCall, unfused
 from thunder_moe.kernels.forks import ForkLock
 from thunder_moe.kernels.slow_paths import to_linear
@@ -337,7 +337,7 @@ _MEASURED, _EXPERTS = (256, 2048), 48
 def _limits(dtype: torch.dtype, format: BlockFormat = NVFP4) -> Limits:
     """Return which kernel serves how many rows, among the kernels that this CPU, the dtype and torch's flags allow."""
     onednn = torch._C._get_mkldnn_enabled()  # torch.backends.mkldnn.flags(enabled=False)
-    limits = limits_by_hand()
+    limits = forced_limits()
     if limits is None:
         return _measured_limits(dtype, onednn, format)
     return limits if "panel" in _kernels(dtype, onednn, format) else dataclasses.replace(limits, panel=NEVER)
@@ -356,7 +356,7 @@ def _measured_limits(dtype: torch.dtype, onednn: bool, format: BlockFormat) -> L
 
 def _gradient_by_panels(dtype: torch.dtype) -> bool:
     """True if panels serve the gradient: if this CPU runs them, for any number of rows, unless `limits_are` forbids."""
-    limits = limits_by_hand() or Limits(panel=1)
+    limits = forced_limits() or Limits(panel=1)
     return limits.panel != NEVER and "panel" in _kernels(dtype, torch._C._get_mkldnn_enabled())
 
 

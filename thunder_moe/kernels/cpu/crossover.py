@@ -22,7 +22,7 @@ import torch
 from thunder_moe.kernels import code_cache
 from thunder_moe.kernels.forks import ForkLock
 
-__all__ = ["NEVER", "ROWS", "Limits", "limits_are", "limits_by_hand", "limits_for"]
+__all__ = ["NEVER", "ROWS", "Limits", "forced_limits", "limits_are", "limits_for"]
 
 NEVER = 1 << 40
 ROWS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 128, 256)
@@ -85,7 +85,7 @@ def limits_are(limits: Limits) -> Iterator[None]:
         _forced = before
 
 
-def limits_by_hand() -> Limits | None:
+def forced_limits() -> Limits | None:
     """Return the limits that an open `limits_are` sets."""
     return _forced
 

@@ -45,15 +45,14 @@ class Chain(Protocol):
 
 
 class Address(NamedTuple):
-    """A symbolic address in a later call: of an operand, a result, scratch memory or semaphores, plus an offset in
-    bytes."""
+    """A symbolic address in a later call: an operand, result, scratch memory or semaphores, plus an offset in bytes."""
 
     source: int
     number: int
     offset: int = 0
 
-    def behind(self, offset: int) -> Address:
-        """Return the address so many bytes behind this one."""
+    def plus(self, offset: int) -> Address:
+        """Return the address `offset` bytes behind this one."""
         return self._replace(offset=self.offset + offset)
 
 

@@ -134,9 +134,9 @@ def append_gemm(
     counter = semaphores = row_sums = sums = None
     if plan.workspace:
         counter = chain.semaphores(plan.workspace, overlapping=late)
-        row_sums = counter.behind(4 * plan.row_sums) if plan.row_sums else None
+        row_sums = counter.plus(4 * plan.row_sums) if plan.row_sums else None
         if plan.partial_sums:
-            sums, semaphores = chain.scratch(4 * plan.partial_sums), counter.behind(4 * CACHE_LINE)
+            sums, semaphores = chain.scratch(4 * plan.partial_sums), counter.plus(4 * CACHE_LINE)
     if plan.gather is not None:
         x = _append_gather(chain, spec, plan, x, offsets, row_slot)
     form = spec.activation or SWIGLU
@@ -172,7 +172,7 @@ def _append_gather(
     assert plan.gather is not None
     name, (rows, columns) = plan.gather
     gathered = chain.scratch(2 * rows * columns)
-    end = None if offsets is None else offsets.behind(4 * (spec.num_experts - 1))
+    end = None if offsets is None else offsets.plus(4 * (spec.num_experts - 1))
     fields = x, row_slot, gathered, end, spec.rows, spec.k, spec.top_k or 1
     # Blocks that loop take 62 us, one block for every 256 items 108, if half of 65536 rows of 2048 belong to experts
     # elsewhere; 116 against 133 if none do (H200).
