@@ -238,8 +238,8 @@ def refuse_changes_in_graphs(transforms: Sequence[Any], written: Sequence[Any]) 
 def refuse_delayed_changes(backward_trace: Any) -> None:
     """Reject a trace in which Thunder has moved an in-place operation of the forward to the backward.
 
-    Thunder 0.2.6 does so if nothing reads the result (a write to a slice of an argument, at the end). Unnecessary from
-    the first Thunder release that keeps them in the forward.
+    Thunder 0.2.6 does so if nothing reads the result (a write to a slice of an argument, at the end).
+    Unnecessary from the first Thunder release that keeps them in the forward.
 
     Raises:
         NotImplementedError: a forward's change is among the backward's symbols.
@@ -286,8 +286,8 @@ def original_thunderfx(compiler: Any, gm: torch.fx.GraphModule, inputs: Sequence
 def alias_nvfuser() -> None:
     """Register an alias `nvfuser` of `nvfuser_direct` with the one function that Thunder 0.2.6 looks for there.
 
-    nvFuser wheels from 0.2.36 on have `nvfuser_direct` alone, and Thunder takes everything else from it. Unnecessary
-    from the first Thunder release that takes `compute_tensor_descriptor` from there, too."""
+    nvFuser wheels from 0.2.36 on have `nvfuser_direct` alone, and Thunder takes everything else from it.
+    Unnecessary from the first Thunder release that takes `compute_tensor_descriptor` from there, too."""
     direct = sys.modules.get("nvfuser_direct")
     if direct is None or "nvfuser" in sys.modules or importlib.util.find_spec("nvfuser") is not None:
         return
