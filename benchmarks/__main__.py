@@ -49,7 +49,7 @@ def main(argv: Sequence[str] | None = None) -> Any:
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     for name, line in COMMANDS.items():
         commands.add_parser(name, help=line, add_help=False)
-    # The options are those of the suite, which alone is imported: Thunder and transformers take seconds.
+    # Imports the chosen suite alone, which parses its own options: Thunder and transformers take seconds.
     command = parser.parse_args(arguments[:1]).command
     return importlib.import_module(f"benchmarks.suites.{command}").main(arguments[1:])
 

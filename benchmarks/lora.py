@@ -1,11 +1,11 @@
-"""Training steps of LoRA on the experts of Qwen3-30B-A3B's layers: NVFP4 weights here, bf16 weights in PEFT's manner.
+"""Times training steps of LoRA on the experts of Qwen3-30B-A3B's layers: NVFP4 weights here, bf16 weights as in PEFT.
 Called by hand on a GPU, `python -m benchmarks.lora`; calls transformers and finetune.lora. docs/finetuning.md shows it.
 
 PEFT's ``target_parameters`` adds the product of the adapters to the whole stack of weights at each forward,
-``baddbmm(W, B, A)`` in a parametrization, and so does "peft" here, registered once, so that it compiles. Weights are
-random, the loss is on the last hidden states (no head), the optimizer is AdamW on the adapters. A line per measurement.
-Attention is torch's, causal without a mask: transformers makes one of whole texts while torch.compile traces it, which
-takes 4.4 ms more of a layer's 16384 tokens, of either way (`--masked`).
+``baddbmm(W, B, A)`` in a parametrization. "peft" here does the same, registered once, so that it compiles. Weights are
+random, the loss is on the last hidden states (no head), the optimizer is AdamW on the adapters. Each measurement prints
+a line. Attention is torch's, causal without a mask. transformers makes a mask while torch.compile traces it; this takes
+4.4 ms more for a layer's 16384 tokens, with either kind of weights (`--masked`).
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Spreads the experts of a Mixture-of-Experts layer over processes and compares it with one process.
-Called by users: `torchrun --nproc-per-node 2 examples/expert_parallel.py`, on GPUs (nccl) where there are as many, else
-on CPUs (gloo); calls thunder_moe.parallel.
+Called by users: `torchrun --nproc-per-node 2 examples/expert_parallel.py`, on GPUs (nccl) if there are enough, else on
+CPUs (gloo); calls thunder_moe.parallel.
 
 one layer on every rank -> parallelize_module(layer, mesh, ExpertParallel() or TensorParallel()) -> its output and, in
-16 bits, its gradients beside those of the whole layer. A table tells errors, times and what a rank keeps.
+16 bits, its gradients, compared with the whole layer's. A table has the errors, the times and each rank's memory.
 """
 
 from __future__ import annotations

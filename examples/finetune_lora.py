@@ -2,7 +2,7 @@
 Called by users: `make finetune`, `python examples/finetune_lora.py --help`; calls llama4_moe_text.py, thunder_moe.
 
 train on the standard library -> quantize_ -> add_lora_ -> tune on the prose of pydoc_data/topics.py -> held-out bits
-per byte of other topics, before and after, and what the experts take in memory. Both see the same bytes.
+per byte of other topics, before and after, and the memory of the experts. Both see the same bytes.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@ Called by `make demo` (`python examples/llama4_moe_text.py --help` for the optio
 Calls thunder_moe (Llama4MoE, moe_executor, quantize_, rewrite_report), Thunder, torch.compile, matplotlib.
 
 read the standard library's sources -> split by file -> train under Thunder -> freeze -> compile again: NVFP4 -> compare
--> generate text -> table, plot and JSON. The text is that of the running Python, so numbers differ between versions.
+-> generate text -> table, plot and JSON. The text is the running Python's library, so numbers differ by version.
 """
 
 from __future__ import annotations
@@ -411,7 +411,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     losses = train(trained, model, text, args)
 
     # Thunder 0.2.6 alone cannot run torch's grouped GEMM (its torch executor's checker refuses every call), so the
-    # bf16 column is the model as it was trained: experts that require a gradient stay 16-bit. Gradients are therefore
+    # bf16 column is the trained model: experts that require a gradient stay 16-bit. Gradients are therefore
     # enabled for this column; keeping what a backward would need costs it a little speed.
     fixed = copy.deepcopy(model).requires_grad_(False).eval()
     swapped = quantize_(copy.deepcopy(fixed))

@@ -2,7 +2,7 @@
 Called by users: `python examples/qat_text.py --help`; calls llama4_moe_text.py beside it and thunder_moe.
 
 train a part of the steps -> the rest plainly | with prepare_qat_ -> quantize_ both -> held-out bits per byte. Both see
-the same bytes. Reported: the share of what NVFP4 loses that quantization-aware training wins back.
+the same bytes. It reports which share of NVFP4's loss quantization-aware training wins back.
 """
 
 from __future__ import annotations

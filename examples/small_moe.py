@@ -2,8 +2,8 @@
 Called by users: `python examples/small_moe.py DIR`; calls transformers, tokenizers, thunder_moe's
 progress bar and llama4_moe_text.py for the text.
 
-DIR gets what `from_pretrained` reads, and held_out.txt, sources that training has not seen: a model of a few megabytes
-for commands that want one, such as `python -m thunder_moe sensitivity DIR --data DIR/held_out.txt`.
+It writes into DIR a model of a few megabytes that `from_pretrained` reads, and held_out.txt, sources that training has
+not seen. It serves commands that need a model: `python -m thunder_moe sensitivity DIR --data DIR/held_out.txt`.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def make_tokenizer(text: str) -> Any:
 
 
 def make_model(layers: int, hidden: int) -> Qwen3MoeForCausalLM:
-    """An untrained model with eight experts of `hidden` features, of which a token meets two."""
+    """Return an untrained model with eight experts of `hidden` features; a token uses two of them."""
     options: dict[str, Any] = dict(
         vocab_size=VOCABULARY, hidden_size=hidden, moe_intermediate_size=hidden, num_hidden_layers=layers,
         num_attention_heads=hidden // 32, num_key_value_heads=hidden // 32, head_dim=32, num_experts=8,

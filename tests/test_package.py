@@ -105,6 +105,21 @@ for use in (lambda: thunder_moe.register("thunder"), lambda: thunder_moe.moe_exe
     assert fresh_python(code).splitlines() == [remedy] * 2
 
 
+@pytest.mark.parametrize("name", ["thunder", "transformers"])
+def test_another_package_of_that_name(name):
+    """Say, a thunder.py of the user's own, or a release without what is imported."""
+    code = f"""
+import sys, types
+sys.modules[{name!r}] = types.ModuleType({name!r})
+import thunder_moe
+try:
+    thunder_moe.register({name!r})
+except ImportError:
+    print("only where it is asked for")
+"""
+    assert fresh_python(code) == "only where it is asked for\n"
+
+
 @pytest.mark.parametrize(
     "act", ["import torch._dynamo, thunder_moe", "import thunder_moe; thunder_moe.register('torch'); import torch"]
 )

@@ -162,11 +162,11 @@ _OPTIONAL = (
 )  # fmt: skip
 _ALL = __all__
 if not TYPE_CHECKING:
-    del __all__  # `__getattr__` has it
+    del __all__  # `__getattr__` computes it
 
 
 def _available() -> list[str]:
-    """`__all__` without the names whose package is absent or too old."""
+    """Return `__all__` without the names whose package is absent or too old."""
     names = list(_ALL)
     for name in _OPTIONAL:
         try:

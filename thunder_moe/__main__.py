@@ -37,9 +37,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     logging.basicConfig(format="%(message)s", level=logging.WARNING if options.quiet else logging.INFO)
     try:
         if options.command == "sensitivity":
-            from thunder_moe.tools.sensitivity import (
-                command,  # a second and more of imports, which `convert` does without
-            )
+            from thunder_moe.tools.sensitivity import command  # takes a second or more, which `convert` does not need
 
             said = command.run(options)
         else:
@@ -69,7 +67,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _print(text: str) -> None:
-    """Prints what a command that has succeeded says; where nobody can read it, the work is done nevertheless."""
+    """Prints the result of a command that has succeeded; a closed pipe or a full disk is not an error."""
     try:
         print(text, flush=True)
     except OSError as error:  # a closed pipe, a full disk
@@ -78,7 +76,7 @@ def _print(text: str) -> None:
 
 
 def summary(errors: Sequence[LayerError]) -> str:
-    """A table of the layers: signal to quantization noise of both projections of experts, of dense layers, bytes."""
+    """Return a table of the layers: signal to quantization noise of experts and dense layers, and bytes."""
     width = max(len("experts"), *(len(error.name) for error in errors))
     lines = [f"{'experts':{width}}  {'gate, up':>9}  {'down':>9}  {'MB':>9}"]
     for error in errors:
@@ -89,7 +87,7 @@ def summary(errors: Sequence[LayerError]) -> str:
 
 
 def _format(name: str, file: str | None) -> str | Callable[[nn.Module, str], str | None]:
-    """Return `convert`'s format: of each block that a file of `sensitivity` names, and this one for all else."""
+    """Return `convert`'s option `format`: the formats of a file of `sensitivity`, and `name` for dense layers."""
     if file is None:
         return name
     from thunder_moe.tools.sensitivity.formats_file import format_of_path, read_formats

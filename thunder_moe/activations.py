@@ -33,18 +33,18 @@ class SwiGLUConfig:
         return f"SwiGLU(alpha={self.alpha}, limit={self.limit}, up_shift={self.up_shift})"
 
     def clamp(self, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
-        """Gate and up within the limit, if there is one."""
+        """Clamp gate and up to the limit, if there is one."""
         if self.limit is None:
             return gate, up
         return gate.clamp_max(self.limit), up.clamp(-self.limit, self.limit)
 
     def __call__(self, gate: Tensor, up: Tensor) -> Tensor:
-        """Gate and up of one shape -> the output, in the same shape."""
+        """Return the output for gate and up of one shape, in the same shape."""
         gate, up = self.clamp(gate, up)
         return gate * torch.sigmoid(self.alpha * gate) * (up + self.up_shift)
 
     def gradient(self, grad: Tensor, gate_up: Tensor) -> Tensor:
-        """Gradient (M, I) of the output, float32 gate_up (M, 2I) -> float32 gradient (M, 2I) of gate_up."""
+        """Return the float32 gradient (M, 2I) of float32 gate_up (M, 2I), for the gradient (M, I) of the output."""
         raw_gate, raw_up = gate_up.chunk(2, -1)
         gate, up = self.clamp(raw_gate, raw_up)
         sigmoid = torch.sigmoid(self.alpha * gate)
@@ -62,13 +62,13 @@ SWIGLU = SwiGLUConfig()
 def swiglu(
     gate_up: Tensor, offsets: Tensor, form: SwiGLUConfig, row_scale: Tensor | None = None, bias: Tensor | None = None
 ) -> Tensor:
-    """(M, 2I) -> (M, I) in the same dtype: times row_scale (M,), plus bias (E, 2I), then the activation, in float32."""
+    """Apply row_scale (M,), bias (E, 2I) and the activation in float32, (M, 2I) -> (M, I) in the input's dtype."""
     gate, up = pre_activation(gate_up, offsets, row_scale, bias).chunk(2, -1)
     return form(gate, up).to(gate_up.dtype)
 
 
 def pre_activation(gate_up: Tensor, offsets: Tensor, row_scale: Tensor | None, bias: Tensor | None) -> Tensor:
-    """(M, 2I) -> float32 (M, 2I), times row_scale (M,), plus bias (E, 2I)."""
+    """Apply row_scale (M,) and add bias (E, 2I), (M, 2I) -> float32 (M, 2I)."""
     gate_up = gate_up.float()
     if row_scale is not None:
         gate_up = gate_up * row_scale[:, None]

@@ -1,5 +1,5 @@
-"""What the names of dense layers say: which route, which belong to encoders of images and sound, which are linears of a
-decoder, which of those engines compute at once, and in which classes of transformers they read the same tensor.
+"""Recognizes dense layers by their names: routers, embeddings, encoders of images and sound, the decoder's linears; and
+lists linears that read the same tensor, by the names that engines merge and by class of transformers.
 Called by dense_linears and checkpoint; calls nothing of the package.
 """
 
@@ -20,16 +20,16 @@ __all__ = [
     "sharing_scale",
 ]
 
-# What routes: a changed choice of experts is no error of rounding, and the layer is small.
+# Routers stay 16-bit: they are small, and their rounding would change the choice of experts.
 _ROUTERS = re.compile(r"(^|[._])(router|gate|gating|wg)($|\.)")
 # Encoders of other things than text see many rows at once, where 4-bit weights gain nothing.
 _ENCODERS = re.compile(r"(^|[._])(vision|visual|image|audio|speech|multi_modal|multimodal|mm)([._]|$)")
 _LINEARS = re.compile(r"(^|[._])(\w*_proj(_with_mqa)?|w[123qkvo]|wqkv|qkv|fc[12]|query_key_value)$")
-# Linears whose weight the models' code reads itself: DeepSeek's indexer and T5's blocks its dtype, Mamba's kernels and
-# HunYuan's gate all of it.
+# Linears whose weight is read by the code of the models: DeepSeek's indexer and T5's blocks read its dtype, Mamba's
+# kernels and HunYuan's gate the whole weight.
 _READ_BY_CODE = re.compile(r"(^|[._])(weights_proj|dt_proj|(mixer|mamba)\.out_proj|(DenseReluDense|mlp)\.wo|gate\.wg)$")
 _EMBEDDINGS = re.compile(r"(^|\.)(embed_tokens\w*|embed_positions|embed_in|\w*embeddings?|wte|wpe)$")
-# Names of siblings that read the same rows, and so share a global scale in the checkpoints of all engines.
+# Names of siblings that read the same rows. Engines merge them, so that they share a global scale in checkpoints.
 READ_TOGETHER = (
     ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("w1", "w3"), ("q_a_proj", "kv_a_proj_with_mqa"),
     ("wq", "wk", "wv"),
@@ -65,33 +65,34 @@ _CLASSES = {
     """,
     ("w1", "w3"): "lfm2_moe.Lfm2MoeMLP",
 }
-# Module and name of a class -> those of its linears that each of its calls calls once, in this order, with the tensor
-# that the class is called with (its first argument, or `hidden_states`), unchanged.
+# Module and name of a class -> the linears that each of its calls runs once, in this order, on its unchanged input (the
+# first argument, or `hidden_states`).
 READ_TOGETHER_BY: dict[tuple[str, str], tuple[str, ...]] = {
     ("thunder_moe.nn.swiglu", "SwiGLU"): _GATE_UP,
     **{
         (f"transformers.models.{model}.modeling_{model}", name): linears
         for linears, classes in _CLASSES.items()
-        for model, _, name in (each.partition(".") for each in classes.split())
+        for model, _, name in (row.partition(".") for row in classes.split())
     },
 }
 
 
 def read_together(cls: type) -> tuple[str, ...]:
-    """Return the linears of a class that read the same tensor, by the row of the class that its forward is from in
-    `READ_TOGETHER_BY`. Empty for one that is not listed, or that another module has given a forward."""
+    """Return the linears of a class that read the same tensor, by `READ_TOGETHER_BY`.
+
+    The class that defines the forward is looked up. The result is empty if it is not listed, or if another module has
+    replaced its forward."""
     owner = next(base for base in cls.__mro__ if "forward" in vars(base))
     own = vars(owner)["forward"].__module__ == owner.__module__
     return READ_TOGETHER_BY.get((owner.__module__, owner.__qualname__), ()) if own else ()
 
 
 def sharing_scale(names: Iterable[str]) -> list[list[int]]:
-    """Group the positions of siblings that share a global scale, because engines merge them; a sibling of another name
-    is a group of its own."""
+    """Group the positions of siblings that engines merge, which share a global scale. Others are groups of one."""
     groups: dict[tuple[str, ...], list[int]] = {}
     for position, name in enumerate(names):
-        together = next((each for each in READ_TOGETHER if name in each), (name,))
-        groups.setdefault(together, []).append(position)
+        merged = next((names for names in READ_TOGETHER if name in names), (name,))
+        groups.setdefault(merged, []).append(position)
     return list(groups.values())
 
 
@@ -101,20 +102,20 @@ def is_router(name: str) -> bool:
 
 
 def is_embedding(name: str) -> bool:
-    """True if a module is a table of embeddings by its name, which has a matrix and is not a linear."""
+    """True if a module is an embedding by its name: it has a matrix like a linear."""
     return _EMBEDDINGS.search(name) is not None
 
 
 def is_encoder(name: str) -> bool:
-    """True if a module belongs to an encoder of images or sound by its name, or joins one to the decoder."""
+    """True if a module belongs, by its name, to an encoder of images or sound, or connects one to the decoder."""
     return _ENCODERS.search(name) is not None
 
 
 def is_read_by_code(name: str) -> bool:
-    """True if the code of models reads the weight of a linear of this name itself, which has to stay as it is."""
+    """True if the code of models reads the weight of linears of this name, so that it has to stay 16-bit."""
     return _READ_BY_CODE.search(name) is not None
 
 
 def is_linear(name: str) -> bool:
-    """True if linears of attention, dense MLPs and shared experts have names such as this; not the head."""
+    """True for names of linears of attention, dense MLPs and shared experts; False for the head."""
     return _LINEARS.search(name) is not None and not is_read_by_code(name)

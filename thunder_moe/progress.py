@@ -1,6 +1,5 @@
 """Progress bars that write a line now and then where standard error is no terminal: a log file, a pipe.
-Called by all that shows a bar: quantization, checkpoint, sensitivity, integrations, benchmarks and examples; calls
-nothing of the package.
+Called by quantization, checkpoint, sensitivity, integrations, benchmarks and examples; calls nothing of the package.
 """
 
 from __future__ import annotations
@@ -23,8 +22,8 @@ _INTERVAL = 30.0
 class _Lines:
     """A file for tqdm, which starts each state of a bar with a carriage return, and ends a bar with a newline.
 
-    Writes the last state at the end, and the present one each `_INTERVAL` seconds. tqdm's own `mininterval` would not
-    do: it does not hold back what set_description and set_postfix show.
+    Writes the last state at the end, and the current one each `_INTERVAL` seconds. tqdm's own `mininterval` does not
+    limit the output of set_description and set_postfix.
     """
 
     def __init__(self, stream: TextIO) -> None:
@@ -54,13 +53,13 @@ def progress_bar(iterable: None = None, **options: Any) -> tqdm[Any]: ...
 
 
 def progress_bar(iterable: Iterable[Any] | None = None, **options: Any) -> tqdm[Any]:
-    """Makes tqdm's bar on standard error, one that writes lines if that is neither a terminal nor a notebook's cell.
+    """Makes tqdm's bar on standard error; it writes lines if that is neither a terminal nor a notebook's cell.
 
     Args:
-        iterable: what the bar counts; None for a bar that its caller updates.
+        iterable: the items that the bar counts; None for a bar that its caller updates.
         options: tqdm's.
     """
-    if sys.stderr is None:  # a daemon's that is closed
+    if sys.stderr is None:  # closed, as in a daemon
         options["disable"] = True
     terminal = getattr(sys.stderr, "isatty", lambda: True)
     if not terminal() and "ipykernel" not in sys.modules:

@@ -21,25 +21,25 @@ _QUANTIZER = "thunder_moe.integrations.huggingface.quantizer"  # importing it ad
 
 
 def register(*packages: str) -> contextlib.ExitStack:
-    """Import torch.compile, Thunder and transformers, make this package known to them, and read their checkpoints.
+    """Import torch.compile, Thunder and transformers, and add this package's entries to their registries.
 
-    - torch.compile knows the backend "thunder_moe" (which the entry point of an installed thunder_moe does anyway).
-    - Thunder is imported as ``from thunder_moe import moe_executor`` does it, and knows the plugin "nvfp4-moe".
+    - torch.compile knows the backend "thunder_moe" (the entry point of an installed thunder_moe has the same effect).
+    - Thunder is imported, like by ``from thunder_moe import moe_executor``, and knows the plugin "nvfp4-moe".
     - transformers knows ``experts_implementation="thunder_moe"``, ``attn_implementation="thunder_moe_sdpa"`` and the
       checkpoints that `save_checkpoint` writes; ``from_pretrained`` reads NVFP4 and MXFP8 checkpoints of
       compressed-tensors by this package's reader, which replaces transformers' own until `unregister`.
 
-    Calling it again does nothing more. ``with thunder_moe.register("transformers"): ...`` unregisters at the end of the
+    Calling it again changes nothing. ``with thunder_moe.register("transformers"): ...`` unregisters at the end of the
     block, unless an earlier call had registered the reader.
 
     Args:
         *packages: "torch", "thunder" or "transformers"; none: those that are installed.
 
     Raises:
-        ValueError: another package.
-        ImportError: a package that is named is missing or too old, or an earlier import of Thunder has failed.
+        ValueError: a package is not one of these.
+        ImportError: a named package is missing or too old, or an earlier import of Thunder has failed.
     """
-    if unknown := [package for package in packages if package not in _REGISTER]:
+    if unknown := [package for package in packages if package not in tuple(_REGISTER)]:
         raise ValueError(f"packages: got {unknown[0]!r}, wanted some of {tuple(_REGISTER)}")
     undo = contextlib.ExitStack()
     for package in packages or [name for name in _REGISTER if _is_installed(name)]:
@@ -49,27 +49,30 @@ def register(*packages: str) -> contextlib.ExitStack:
 
 
 def unregister() -> None:
-    """Give transformers back what `register` has replaced: its own reader of compressed-tensors checkpoints.
+    """Restore transformers' own reader of compressed-tensors checkpoints, which `register` has replaced.
 
-    Entries of this package's own names stay; they serve nobody who does not ask for them.
+    Entries under this package's own names stay; they act only for users who ask for them by name.
     """
     if _QUANTIZER in sys.modules:
         importlib.import_module(_QUANTIZER).unregister()
 
 
 def on_import() -> None:
-    """Add this package's own entries to packages that are imported already. THUNDER_MOE_AUTO_REGISTER in the
-    environment: "0" adds none, "1" calls `register`."""
+    """Add this package's own entries to packages that are imported already.
+
+    The environment variable THUNDER_MOE_AUTO_REGISTER changes that: "0" adds none, "1" calls `register`."""
     switch = os.environ.get("THUNDER_MOE_AUTO_REGISTER")
     if switch == "1":
         register()
     elif switch != "0":
         if "torch._dynamo.backends.registry" in sys.modules:
             _add_backend()
-        if sys.modules.get("thunder") is not None:
-            importlib.import_module(_COMPAT).add_plugin()
-        if sys.modules.get("transformers") is not None:
-            with contextlib.suppress(ImportError):  # too old: `register` says so to who asks for it
+        # Too old, or another package of that name: `register` says so to who asks for it.
+        with contextlib.suppress(ImportError):
+            if sys.modules.get("thunder") is not None:
+                importlib.import_module(_COMPAT).add_plugin()
+        with contextlib.suppress(ImportError):
+            if sys.modules.get("transformers") is not None:
                 importlib.import_module(_QUANTIZER)
 
 
@@ -82,7 +85,7 @@ def _is_installed(package: str) -> bool:
 def _add_backend() -> bool:
     """Add the entry point that an installed package declares, for a source tree that is not installed.
 
-    It is loaded when the backend is first asked for. Dynamo puts an installed package's own in its place."""
+    Dynamo loads it when the backend is first used, and replaces it by the entry point of an installed package."""
     from importlib.metadata import EntryPoint
 
     from torch._dynamo.backends import registry
@@ -102,7 +105,7 @@ def _register_reader() -> bool:
     return replaced
 
 
-# Package -> what makes this package known to it; True if that has replaced something that `unregister` gives back.
+# Package -> function that adds this package's entries to it; returns True if `unregister` has something to restore.
 _REGISTER: dict[str, Callable[[], bool]] = {
     "torch": _add_backend,
     "thunder": _import_thunder,

@@ -1,7 +1,8 @@
-"""Routing in plain torch: choose experts by logits, sort slots by expert, gather the rows of tokens, sum each token's.
+"""Routing in plain torch: choose experts by logits, sort slots by expert, gather tokens to rows, sum each token's rows.
 Called by kernels, ops, activations, nn and integrations.huggingface; calls torch alone.
 
 Legend: T tokens, A = top_k, slot = t * A + a, M rows sorted by expert, E experts, N and I output features.
+A slot is an assignment of a token to an expert; row_slot and slot_row are the permutation and its inverse.
 Only `row_groups` synchronises with the host. Indices out of range read another row, or contribute nothing.
 """
 
@@ -39,9 +40,9 @@ __all__ = [
 ]
 
 _MAX_INT32 = 2**31 - 1
-# Up to so many tokens one CUDA kernel computes a router's linear layer, too. For one token of Qwen3 it takes 5.0 us
-# behind a norm, where a linear layer of torch and the router's kernel take 7.6; in a row of calls, for 2 and 3 tokens
-# 4.6 and 5.2 instead of 6.9 and 7.0 (H200).
+# Up to this number of tokens one CUDA kernel computes a router's linear layer, too. For one token of Qwen3 it takes
+# 5.0 us behind a norm, where a linear layer of torch and the router's kernel take 7.6 us; in a row of calls, for 2 and
+# 3 tokens it takes 4.6 and 5.2 us instead of 6.9 and 7.0 us (H200).
 LINEAR_ROUTER_TOKENS = 3
 
 
@@ -50,15 +51,15 @@ class RouterConfig:
     """The computation of scores and choice from a router's logits; the options of `ops.router.moe_router`.
 
     Attributes:
-        top_k: A, the experts of a token.
+        top_k: A, the number of experts of a token.
         score: "softmax" over all experts, or "sigmoid".
         normalize: scores are divided by their sum over the token's experts.
         epsilon: added to that sum.
-        least_sum: the divisor is not below it.
-        scale: multiplies the scores at last.
-        num_groups: the experts form that many groups of consecutive ones.
-        top_groups: groups whose experts can be chosen.
-        group_best: a group's score is the sum of that many of its best.
+        least_sum: lower bound of the divisor.
+        scale: multiplies the scores at the end.
+        num_groups: number of groups of consecutive experts.
+        top_groups: number of groups whose experts can be chosen.
+        group_best: a group's score is the sum of that many of its best experts.
         mask_to_zero: experts of other groups compete with 0; else they are chosen last.
     """
 
@@ -79,30 +80,30 @@ class RouterConfig:
         return self.top_groups < self.num_groups
 
     def scores(self, logits: Tensor) -> Tensor:
-        """(T, E) of any floating-point dtype -> the scores (T, E), at least in float32."""
+        """Return the scores (T, E) of logits (T, E) of any floating-point dtype, in float32 or float64."""
         wide = logits if logits.dtype == torch.float64 else logits.float()
         return wide.softmax(-1) if self.score == "softmax" else wide.sigmoid()
 
     def choice(self, scores: Tensor, bias: Tensor | None) -> Tensor:
-        """Scores (T, E), bias (E,) -> the values (T, E) whose largest are chosen."""
+        """Return the values (T, E) whose largest are chosen, for scores (T, E) and bias (E,)."""
         values = scores if bias is None else scores + bias
         return _mask_groups(values, self) if self.grouped else values
 
     def weigh(self, chosen: Tensor) -> Tensor:
-        """The scores (T, A) of the chosen experts, normalized and scaled."""
+        """Return the scores (T, A) of the chosen experts, normalized and scaled."""
         if self.normalize:
             chosen = chosen / self._divisor(chosen)
         return chosen if self.scale == 1.0 else chosen * self.scale
 
     def weigh_gradient(self, grad: Tensor, chosen: Tensor) -> Tensor:
-        """The gradient of `weigh` (T, A) -> that of its argument."""
+        """Return the gradient (T, A) of the argument of `weigh`, for the gradient of its result."""
         grad = grad * self.scale
         if not self.normalize:
             return grad
         divisor = self._divisor(chosen)
-        of_divisor = -(grad * chosen).sum(-1, keepdim=True) / divisor**2
+        grad_divisor = -(grad * chosen).sum(-1, keepdim=True) / divisor**2
         sums = chosen.sum(-1, keepdim=True) + self.epsilon
-        return grad / divisor + torch.where(sums < self.least_sum, 0, of_divisor)
+        return grad / divisor + torch.where(sums < self.least_sum, 0, grad_divisor)
 
     def _divisor(self, chosen: Tensor) -> Tensor:
         sums = chosen.sum(-1, keepdim=True)
@@ -111,28 +112,31 @@ class RouterConfig:
 
 
 def choose_experts(logits: Tensor, bias: Tensor | None, form: RouterConfig) -> tuple[Tensor, Tensor]:
-    """(T, E), (E,) -> the scores of the chosen experts (T, A) before `RouterConfig.weigh`, and their int64 ids (T, A).
+    """Choose experts by logits (T, E) and bias (E,).
 
-    The best first, of equal ones the lower index first; NaN is above all numbers.
+    Returns:
+        The scores (T, A) of the chosen experts before `RouterConfig.weigh`, and their int64 ids (T, A): the best first,
+        of equal experts the lower index first. NaN is above all numbers.
     """
     scores = form.scores(logits)
-    # The logits have the same order as their scores, without the ties of rounding.
+    # Logits have the same order as their scores, without ties by rounding.
     choice = form.choice(scores, bias) if form.grouped or bias is not None else logits
-    ids = _best(choice.detach(), form.top_k).contiguous()
+    ids = _top_indices(choice.detach(), form.top_k).contiguous()
     return scores.gather(-1, ids), ids
 
 
 def _mask_groups(choice: Tensor, form: RouterConfig) -> Tensor:
-    """Takes the experts outside of the best groups out of the choice (T, E)."""
+    """Mask the experts outside of the best groups in the choice (T, E)."""
     groups = choice.unflatten(-1, (form.num_groups, -1))
-    best = groups.gather(-1, _best(groups, form.group_best)).sum(-1)  # [T, G]
-    kept = torch.zeros_like(best, dtype=torch.bool).scatter(-1, _best(best, form.top_groups), True)
-    masked: Tensor = groups.masked_fill(~kept[..., None], 0.0 if form.mask_to_zero else -torch.inf)
+    group_scores = groups.gather(-1, _top_indices(groups, form.group_best)).sum(-1)  # [T, G]
+    allowed = torch.zeros_like(group_scores, dtype=torch.bool)
+    allowed = allowed.scatter(-1, _top_indices(group_scores, form.top_groups), True)
+    masked: Tensor = groups.masked_fill(~allowed[..., None], 0.0 if form.mask_to_zero else -torch.inf)
     return masked.flatten(-2)
 
 
-def _best(values: Tensor, count: int) -> Tensor:
-    """The indices of the largest values along the last dimension: a stable sort, where torch.topk leaves ties open."""
+def _top_indices(values: Tensor, count: int) -> Tensor:
+    """Return the indices of the largest values along the last dimension; stable, unlike torch.topk."""
     order: Tensor = torch.sort(values, dim=-1, descending=True, stable=True).indices
     return order[..., :count]
 
@@ -140,13 +144,13 @@ def _best(values: Tensor, count: int) -> Tensor:
 def router(
     logits: Tensor, bias: Tensor | None, form: RouterConfig, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """See ops.router.moe_router: scores (T, A) in a dtype, ids int64 (T, A), row_slot, offsets and slot_row."""
+    """Compute ops.router.moe_router: scores (T, A) in a dtype, ids int64 (T, A), row_slot, offsets and slot_row."""
     chosen, ids = choose_experts(logits, bias, form)
     return form.weigh(chosen).to(dtype), ids, *route(ids, logits.shape[-1])
 
 
 def router_logits(hidden: Tensor, weight: Tensor, linear_bias: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """(T, H), (E, H) -> logits (T, E), rounded once to a dtype: `hidden`'s, or float32."""
+    """Return logits (T, E) of hidden (T, H) and weight (E, H), rounded once to a dtype: `hidden`'s, or float32."""
     if dtype == hidden.dtype:
         return F.linear(hidden, weight, linear_bias)
     if hidden.is_cuda and linear_bias is None:
@@ -165,16 +169,16 @@ def linear_router(
     *,
     choose: Callable[..., tuple[Tensor, Tensor, Tensor, Tensor, Tensor]] = router,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """See ops.router.moe_linear_router: what `router`, or a kernel for it, gives for the logits, and the logits."""
+    """Compute ops.router.moe_linear_router: the results of `router`, or of a kernel for it, and the logits."""
     logits = router_logits(hidden, weight, linear_bias, logits_dtype)
     return *choose(logits, bias, form, dtype), logits
 
 
 def router_gradient(grad: Tensor, logits: Tensor, expert_ids: Tensor, form: RouterConfig) -> Tensor:
-    """The gradient of `router`'s scores (T, A) -> that of its logits (T, E)."""
+    """Return the gradient (T, E) of `router`'s logits, for the gradient (T, A) of its scores."""
     scores = form.scores(logits)
-    of_chosen = form.weigh_gradient(grad.to(scores.dtype), scores.gather(-1, expert_ids))
-    out = torch.zeros_like(scores).scatter(-1, expert_ids, of_chosen)
+    grad_chosen = form.weigh_gradient(grad.to(scores.dtype), scores.gather(-1, expert_ids))
+    out = torch.zeros_like(scores).scatter(-1, expert_ids, grad_chosen)
     if form.score == "softmax":
         out = scores * (out - (scores * out).sum(-1, keepdim=True))
     else:
@@ -199,7 +203,7 @@ def sort_by_expert(ids_M: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
 
 
 def route(expert_ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
-    """See ops.route.moe_route: (T, A) -> row_slot int32 (M,), offsets int32 (E,), slot_row int32 (T, A)."""
+    """Compute ops.route.moe_route of ids (T, A): row_slot int32 (M,), offsets int32 (E,), slot_row int32 (T, A)."""
     ids = expert_ids.flatten().long()
     known = (ids >= 0) & (ids < num_experts)
     # Ids outside of [0, E) go to expert number E, past the end of `offsets`.
@@ -209,17 +213,17 @@ def route(expert_ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]
 
 
 def invert(order_M: Tensor) -> Tensor:
-    """The inverse of a permutation, int64 (M,): by a scatter, one kernel, where a second sort is several."""
+    """Return the inverse of a permutation, int64 (M,), by a scatter: one kernel, where a second sort takes several."""
     return torch.zeros_like(order_M).scatter(0, order_M, torch.arange(order_M.shape[0], device=order_M.device))
 
 
 def token_of_slot(slot: Tensor, slots: int, tokens: int) -> Tensor:
-    """The token of each slot, when `tokens` tokens have `slots` slots in all."""
+    """Return the token of each slot, when `tokens` tokens have `slots` slots in all."""
     return slot // (slots // max(tokens, 1)) if slots else slot
 
 
 def gather_rows(activation: Tensor, row_slot: Tensor | None) -> Tensor:
-    """(T, K) -> (M, K): the token of each row; the activation itself where it holds rows already."""
+    """Gather tokens (T, K) to rows (M, K); without row_slot the activation has the rows already."""
     if row_slot is None:
         return activation
     slots = row_slot.shape[0]
@@ -227,7 +231,7 @@ def gather_rows(activation: Tensor, row_slot: Tensor | None) -> Tensor:
 
 
 def scale_of_rows(slot_scale: Tensor | None, row_slot: Tensor | None) -> Tensor | None:
-    """The scale of each row, float32 (M,), from one per slot (T, A), or per row (M,) where row_slot is None."""
+    """Return the scale of each row, float32 (M,), from scales of slots (T, A), or of rows (M,) without row_slot."""
     if slot_scale is None:
         return None
     flat = slot_scale.float().flatten()
@@ -239,9 +243,9 @@ def _within(index: Tensor, size: int) -> Tensor:
 
 
 def combine(rows: Tensor, offsets: Tensor, slot_row: Tensor, slot_weight: Tensor | None, bias: Tensor | None) -> Tensor:
-    """(M, N) -> (T, N) in the rows' dtype: each token's rows, plus bias (E, N), times their weights, summed in fp32.
+    """Sum each token's rows, plus bias (E, N), times their weights, in float32: (M, N) -> (T, N) in the rows' dtype.
 
-    Slots without a row contribute nothing: those with -1 or another number outside of the experts' rows.
+    Slots whose row is -1, or another number outside of the experts' rows, contribute nothing.
     """
     (tokens, top_k), (count, n) = slot_row.shape, rows.shape
     out = rows.new_empty(tokens, n)
@@ -249,50 +253,50 @@ def combine(rows: Tensor, offsets: Tensor, slot_row: Tensor, slot_weight: Tensor
         return out.zero_()
     end = offsets[-1].clamp_max(count)
     experts = expert_of_row(offsets, count) if bias is not None else None
-    for part in _parts(tokens, top_k * n, rows.device):
-        row = slot_row[part].flatten()
+    for chunk in _chunks(tokens, top_k * n, rows.device):
+        row = slot_row[chunk].flatten()
         at = _within(row, count)
         values = rows.index_select(0, at).float()  # [T * A, N]
         if bias is not None and experts is not None:
             values += bias[experts[at]]
         if slot_weight is not None:
-            values *= slot_weight[part].flatten()[:, None]
+            values *= slot_weight[chunk].flatten()[:, None]
         values.masked_fill_(((row < 0) | (row >= end))[:, None], 0)
-        out[part] = values.view(slot_row[part].shape[0], top_k, n).sum(1)
+        out[chunk] = values.view(slot_row[chunk].shape[0], top_k, n).sum(1)
     return out
 
 
-# Float32 values handled at a time on a CPU, so that they stay in its L2 cache.
-_PART = 2**18
+# Float32 values in a chunk on a CPU, so that they stay in its L2 cache.
+_CHUNK_VALUES = 2**18
 
 
-def _parts(rows: int, columns: int, device: torch.device) -> list[slice]:
-    """Slices that cover `rows`, small enough for a CPU's cache; one slice on other devices."""
-    step = max(1, _PART // max(columns, 1)) if device.type == "cpu" else max(rows, 1)
+def _chunks(rows: int, columns: int, device: torch.device) -> list[slice]:
+    """Return slices that cover `rows`, small enough for a CPU's cache; one slice on other devices."""
+    step = max(1, _CHUNK_VALUES // max(columns, 1)) if device.type == "cpu" else max(rows, 1)
     return [slice(start, start + step) for start in range(0, rows, step)]
 
 
 def expert_of_row(offsets: Tensor, rows: int) -> Tensor:
-    """int64 (M,): the expert of each row; the last one for rows past ``offsets[-1]``."""
+    """Return the expert of each row, int64 (M,); the last expert for rows past ``offsets[-1]``."""
     row = torch.arange(rows, dtype=torch.int32, device=offsets.device)
     return torch.searchsorted(offsets.contiguous(), row, right=True).clamp_max(offsets.shape[0] - 1)
 
 
 def live_rows(offsets: Tensor, rows: int) -> Tensor:
-    """bool (M, 1): whether the row belongs to an expert."""
+    """Return bool (M, 1), True for rows that belong to an expert."""
     return (torch.arange(rows, dtype=torch.int32, device=offsets.device) < offsets[-1])[:, None]
 
 
 def offsets_from_splits(splits: Sequence[int] | Tensor, *, device: torch.device | str | None = None) -> Tensor:
-    """Rows per expert -> int32 (E,) row ends, as `offsets` of the expert modules and operators are.
+    """Return the row ends int32 (E,), for the argument `offsets` of modules and operators, from the rows per expert.
 
     Args:
-        splits: integers, a sequence or a tensor (E,). One on another device than a CPU is not synchronised with.
-        device: of the result; that of the splits, or torch's default, when None.
+        splits: integers, a sequence or a tensor (E,). There is no synchronisation with another device than a CPU.
+        device: of the result; None: the device of the splits, or torch's default.
 
     Raises:
-        ValueError: splits of another rank than 1, none, fractional ones; where they are on a CPU also negative ones, or
-            ends past int32.
+        ValueError: the splits are not one-dimensional, empty or fractional; on a CPU also if one is negative, or an end
+            exceeds int32.
     """
     if isinstance(splits, Tensor):
         whole = not (splits.dtype.is_floating_point or splits.dtype.is_complex or splits.dtype == torch.bool)
@@ -321,7 +325,7 @@ def _check_splits(values: list[int]) -> None:
 
 
 def row_groups(offsets: Tensor, rows: int) -> list[tuple[int, int, int]]:
-    """(expert, first row, end row) of each expert that has rows, among `rows` rows whatever the offsets are."""
+    """Return (expert, first row, end row) of each expert that has rows; offsets are clamped to 0 to `rows`."""
     ends = [min(max(end, 0), rows) for end in offsets.tolist()]
     groups = zip(range(len(ends)), [0, *ends], ends, strict=False)
     return [(expert, begin, end) for expert, begin, end in groups if end > begin]

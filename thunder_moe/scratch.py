@@ -1,8 +1,8 @@
-"""Locked directories for files that move to their place when they are complete, and the removal of those that a killed
-process left. Called by checkpoint.writer, checkpoint.partial, integrations.huggingface.saving and kernels.host_code;
-calls nothing of the package.
+"""Locked directories for files that move to their path when they are complete; removes directories of killed processes.
+Called by checkpoint.writer, checkpoint.partial, integrations.huggingface.saving and kernels.host_code; calls nothing of
+the package.
 
-The lock of a directory (flock) ends with the process that holds it: a directory without one belongs to no running work.
+The lock of a directory (flock) ends with the process that holds it, so that an unlocked directory is a leftover.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ logger = logging.getLogger(__name__)
 
 
 def lock(directory: Path, *, wait: bool = False) -> int | None:
-    """Locks a directory until the returned descriptor is closed; returns None where the file system has no locks.
+    """Locks a directory until the returned descriptor is closed; returns None if the file system has no locks.
 
     Args:
-        directory: an existing one.
-        wait: until another process, or another thread, gives the lock back.
+        directory: an existing directory.
+        wait: waits until another process or thread releases the lock.
 
     Raises:
-        BlockingIOError: another one holds the lock, and `wait` is False.
-        FileNotFoundError: the directory is not there, or was replaced meanwhile.
+        BlockingIOError: another process or thread holds the lock, and `wait` is False.
+        FileNotFoundError: the directory does not exist, or was replaced meanwhile.
     """
     try:
         import fcntl
@@ -52,12 +52,12 @@ def lock(directory: Path, *, wait: bool = False) -> int | None:
 
 @contextmanager
 def scratch_directory(path: Path, place: Path, work: str = "save") -> Iterator[Path]:
-    """Makes a hidden directory in `place` for what will move to `path`, say a checkpoint; removes what is left there.
+    """Makes a hidden directory in `place` for files that will move to `path`, and removes it at the end of the block.
 
     Args:
-        path: gives the directory its name, by which `remove_leftovers` finds it.
-        place: where to make it.
-        work: a word for what is done there, in the name, too.
+        path: the final path; the directory is named after it, for `remove_leftovers`.
+        place: the directory to make it in.
+        work: a word for the work, which is in the name, too.
     """
     descriptor = None
     while True:
@@ -65,7 +65,7 @@ def scratch_directory(path: Path, place: Path, work: str = "save") -> Iterator[P
         try:
             descriptor = lock(directory)
             break
-        except (BlockingIOError, FileNotFoundError):  # another one just took it for a leftover
+        except (BlockingIOError, FileNotFoundError):  # another process just took it for a leftover
             continue
     try:
         yield directory
@@ -76,19 +76,19 @@ def scratch_directory(path: Path, place: Path, work: str = "save") -> Iterator[P
 
 
 def remove_leftovers(path: Path, work: str = "save") -> None:
-    """Removes the scratch directories of killed saves to `path`, which are beside it or inside; a warning names each.
+    """Removes scratch directories that killed processes left for `path`, beside it or inside; a warning names each.
 
     Directories that a running process has locked stay.
 
     Args:
         path: as in `scratch_directory`.
-        work: likewise.
+        work: as in `scratch_directory`.
     """
     path = path.resolve()
     for place in (path.parent, path):
         try:
             names = sorted(os.listdir(place))
-        except OSError:  # not there, or not readable
+        except OSError:  # missing, or not readable
             continue
         for name in names:
             left = place / name

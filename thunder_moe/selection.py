@@ -1,10 +1,10 @@
-"""What the options `filter`, `ignore`, `linears` and `format` mean at every entry point: patterns, or a function.
+"""Parses the options `filter`, `ignore`, `linears` and `format` of every entry point: patterns, or a function.
 Called by choose, lora, checkpoint.choice, on_load_config and compilers.eligibility; calls formats.registry for names.
 
 A pattern is a name ("lm_head"), a glob whose ``*`` takes dots, too ("*.layers.0.*"), or "re:" and a regular expression
 that is matched from the start of a name ("re:.*layers\\.[02]\\."). A name or a glob that fits a module covers all that
 is in it; a regular expression covers only what it matches, because "not layer 0" would match the parents of layer 0.
-Names are those of modules with tensors in the state dict, in models as in checkpoints, which know no others.
+Patterns name modules with tensors in the state dict, in models as in checkpoints, which have no others.
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ Format = str | Mapping[str, str | None] | Callable[[nn.Module, str], str | None]
 
 @dataclass(frozen=True)
 class Names:
-    """The modules that patterns may name: those with tensors in the state dict, their own or in a part.
+    """The modules that patterns may name: modules with tensors in the state dict, their own or of a submodule.
 
     Attributes:
         where: the model or checkpoint, for messages.
-        all: each name of a module -> all its names: a module that is in several places has several.
+        all: each name of a module -> all its names; a module that is in several places has several.
     """
 
     where: str
@@ -58,19 +58,19 @@ class Names:
     def of_model(cls, model: nn.Module) -> Names:
         """Returns the names of the modules of a model that have weights, which a checkpoint of it has, too."""
         named = [*model.named_modules(remove_duplicate=False)]
-        having = {outer for name, module in named if _has_weights(module) for outer in (*_outer(name), name)}
+        having = {outer for name, module in named if _has_weights(module) for outer in (*_parents(name), name)}
         names: dict[nn.Module, list[str]] = {}
         for name, module in named:
             if name in having or module is model:
                 names.setdefault(module, []).append(name)
-        return cls(type(model).__name__, {name: each for each in names.values() for name in each})
+        return cls(type(model).__name__, {name: aliases for aliases in names.values() for name in aliases})
 
     def covered(self, pattern: str, name: str) -> bool:
-        """True if a pattern covers a module by one of its names. A pattern that is a name is not a glob."""
+        """True if a pattern covers a module by one of its names. A pattern that is an existing name is not a glob."""
         names = self.all.get(name, (name,))
         if pattern in self.all:
-            return any(f"{each}.".startswith(f"{pattern}.") for each in names)
-        return any(_covers(pattern, each) for each in names)
+            return any(f"{alias}.".startswith(f"{pattern}.") for alias in names)
+        return any(_covers(pattern, alias) for alias in names)
 
 
 def _has_weights(module: nn.Module) -> bool:
@@ -83,10 +83,10 @@ def _has_weights(module: nn.Module) -> bool:
 def _covers(pattern: str, name: str) -> bool:
     if pattern.startswith("re:"):
         return re.match(pattern[3:], name) is not None
-    return any(fnmatchcase(one, pattern) for one in (*_outer(name), name))
+    return any(fnmatchcase(path, pattern) for path in (*_parents(name), name))
 
 
-def _outer(name: str) -> list[str]:
+def _parents(name: str) -> list[str]:
     """Returns the names of the modules that hold a module, the outermost first."""
     return [name[:at] for at, letter in enumerate(name) if letter == "."]
 
@@ -102,10 +102,10 @@ def parse_patterns(option: str, value: Any, or_else: str = "") -> list[str]:
     Args:
         option: its name, for messages.
         value: one pattern, or a list or tuple of them.
-        or_else: what else the option takes, for the message.
+        or_else: other types that the option takes, for the message.
 
     Raises:
-        TypeError: it is something else.
+        TypeError: the value is neither of these.
         ValueError: a pattern is empty, or a regular expression is not valid.
     """
     patterns = [value] if isinstance(value, str) else value
@@ -128,7 +128,7 @@ def select(option: str, value: Selection, names: Names) -> Callable[[nn.Module, 
     """Returns an option as a function of a module and its name.
 
     Raises:
-        TypeError: it is neither patterns nor such a function.
+        TypeError: the value is neither patterns nor such a function.
         ValueError: a regular expression is not valid.
     """
     if callable(value):
@@ -174,17 +174,19 @@ def check_patterns(
     linears: bool | Selection | None = False,
     format: Format | None = None,
 ) -> None:
-    """Raises a ValueError for a pattern that fits nothing: of `filter` and `linears` no module that could be converted,
-    of `ignore` and `format`, which people share between models, no module with weights at all.
+    """Raises a ValueError for a pattern that fits nothing.
+
+    Patterns of `filter` and `linears` have to fit a module that could be converted. Patterns of `ignore` and `format`,
+    which people share between models, have to fit any module with weights.
 
     Args:
         names: of all modules.
-        experts: those that could be converted.
-        dense: likewise; none without `linears`.
-        filter: as the user gave it.
-        ignore: likewise.
-        linears: likewise.
-        format: likewise.
+        experts: names of experts that could be converted.
+        dense: names of dense layers that could be converted; empty without `linears`.
+        filter: the user's option.
+        ignore: the user's option.
+        linears: the user's option.
+        format: the user's option.
     """
     candidates = [*experts, *dense]
     if dense:
@@ -195,7 +197,7 @@ def check_patterns(
         require_matches(option, value, names)
         for pattern in _patterns_of(value):
             if pattern.startswith("re:") and not any(names.covered(pattern, name) for name in candidates):
-                holders = dict.fromkeys(outer for name in candidates for outer in _outer(name))
+                holders = dict.fromkeys(outer for name in candidates for outer in _parents(name))
                 whole = next((name for name in holders if names.covered(pattern, name)), None)
                 if whole is not None:
                     raise ValueError(f"{option}: {pattern!r} fits {whole!r} alone, wanted one that fits what is in it")
@@ -208,9 +210,9 @@ def require_matches(
 
     Args:
         option: its name.
-        value: as the user gave it; only patterns are checked.
+        value: the user's option; only patterns are checked.
         names: of all modules.
-        candidates: names of which a pattern has to fit one; None: all modules with weights.
+        candidates: a pattern has to fit one of these names; None: all modules with weights.
         what: a word for the candidates.
     """
     known = [*(names.all if candidates is None else candidates)]
@@ -231,17 +233,17 @@ def require_matches(
 
 
 def format_function(format: Format, names: Names) -> Callable[[nn.Module, str], str | None]:
-    """Returns the option `format` as a function of a module and its name, which names only formats that there are.
+    """Returns the option `format` as a function of a module and its name, which returns a known format or None.
 
-    Of a mapping the first pattern that covers a module counts; what none covers becomes "nvfp4".
+    The first pattern of a mapping that covers a module decides; modules that none covers become "nvfp4".
 
     Raises:
-        ValueError: a format does not exist; the function raises it likewise.
-        TypeError: it is neither a name, nor a mapping of patterns, nor a function.
+        ValueError: a format does not exist; the returned function raises it, too.
+        TypeError: the option is neither a name, nor a mapping of patterns, nor a function.
     """
     if isinstance(format, str):
-        found = find_format(format).name
-        return lambda module, name: found
+        known = find_format(format).name
+        return lambda module, name: known
     if isinstance(format, Mapping):
         parse_patterns("format", [*format], " and their formats")
         formats = {key: None if value is None else find_format(value).name for key, value in format.items()}
@@ -259,12 +261,12 @@ def format_function(format: Format, names: Names) -> Callable[[nn.Module, str], 
     require_signature("format", format)
 
     def checked(module: nn.Module, name: str) -> str | None:
-        found = format(module, name)
-        if found is None:
+        chosen = format(module, name)
+        if chosen is None:
             return None
-        if not isinstance(found, str) or found.lower() not in FORMATS:
-            raise ValueError(f"format: got {found!r} for {name!r}, wanted one of {tuple(FORMATS)}, or None")
-        return found.lower()
+        if not isinstance(chosen, str) or chosen.lower() not in FORMATS:
+            raise ValueError(f"format: got {chosen!r} for {name!r}, wanted one of {tuple(FORMATS)}, or None")
+        return chosen.lower()
 
     return checked
 
@@ -291,8 +293,8 @@ def without_numbers(name: str) -> str:
 
 
 def shortened(names: Iterable[str]) -> str:
-    """Returns names in a line, those that differ in their numbers alone as one with ``*`` and how many there are."""
+    """Returns names in a line; names that differ only in their numbers become one with ``*`` and their count."""
     alike: dict[str, list[str]] = {}
     for name in names:
         alike.setdefault(without_numbers(name), []).append(name)
-    return ", ".join(each[0] if len(each) == 1 else f"{name} ({len(each)})" for name, each in alike.items())
+    return ", ".join(full[0] if len(full) == 1 else f"{name} ({len(full)})" for name, full in alike.items())

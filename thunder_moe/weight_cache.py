@@ -1,12 +1,12 @@
-"""The cache of 4-bit copies of 16-bit weights: one copy of each, whichever graphs and compilers use it.
+"""The cache of 4-bit copies of 16-bit weights, which all graphs and compilers share.
 Called by compiled graphs at every call, compilers, integrations.huggingface and users (`refresh_`); calls
 formats.nvfp4 when a weight has changed, kernels.select for the layout that a device reads best (`stacked_layout`).
 
-A copy is kept in an attribute of its weight (the first one, where several are stacked), and dies with it. It is used
-only while its weights have the same storage, view of it and version counter, and while nothing is known to have changed
-them without a trace there: a step of a `torch.optim` optimizer, a training forward (`changed`), `refresh_`. Changed
-weights are quantized into the tensors that exist already, so that their addresses stay (CUDA graphs). docs/weights.md
-lists which changes are seen.
+A copy is kept in an attribute of its weight (of the first one, if several are stacked), and dies with it. It is valid
+while its weights have the same storage, view of it and version counter. It also becomes invalid by events that may
+change weights without a trace there: a step of a `torch.optim` optimizer, a training forward (`changed`), `refresh_`.
+Changed weights are quantized into the existing tensors, so that their addresses stay (CUDA graphs). docs/weights.md
+lists the changes that are detected.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _LOCK = ForkLock()  # held while a copy is made, not by the lookup of one that i
 
 
 class _Mark:
-    """Marks a storage whose copies are up to date as far as is declared, and counts new copies of the same memory."""
+    """Marks a storage until a change of it is declared, and counts new copies of the same memory."""
 
     memory: tuple[Any, ...] = ()
     copies: int = 0
@@ -54,7 +54,7 @@ class _Mark:
 
 @dataclass
 class _Entry:
-    states: tuple[tuple[Any, ...], ...]  # `_state` of each weight before it was read; empty: not valid
+    states: tuple[tuple[Any, ...], ...]  # `_state` of each weight before it was read; empty: the copy is invalid
     packed: PackedWeight
     operands: _Tensors
 
@@ -62,7 +62,7 @@ class _Entry:
 class _Copies:
     """Holds the copies of a weight, alone or with others stacked behind it.
 
-    It counts as absent on another tensor, which `copy.copy` and `torch.utils.swap_tensors` give it. Files and deep
+    `copy.copy` and `torch.utils.swap_tensors` may attach it to another tensor, where it is ignored. Files and deep
     copies get an empty dictionary in its place, which ``torch.load(weights_only=True)`` accepts.
     """
 
@@ -87,13 +87,13 @@ def get(
     Args:
         weights: each (E, N, K), or (E, K, N) when transposed.
         transposed: K is the middle dimension.
-        interleaved: gate and up take turns of that many rows of the weight: sort them into halves.
+        interleaved: gate and up alternate in blocks of that many rows; gate's rows come first in the result. 0: no.
         layout: of the result, one of `formats.layouts.LAYOUTS`.
         format: of the result, the name of a number format.
 
     Returns:
-        (E, sum of N, K). In layout "swizzled_128x4" it is what nvFuser's kernel wants: the rows of each weight are
-        padded with zeros to a multiple of 128, and stacked weights share one global scale per expert.
+        (E, sum of N, K). In layout "swizzled_128x4", for nvFuser's kernel, the rows of each weight are padded with
+        zeros to a multiple of 128, and stacked weights share one global scale per expert.
 
     Raises:
         ValueError: as `formats.nvfp4.quantize`, or the stacked weight does not fit the layout.
@@ -108,10 +108,9 @@ def operands(
     layout: str = LINEAR,
     format: str = NVFP4.name,
 ) -> _Tensors:
-    """Return what `get` returns as the operators take it: (fp4_weight, weight_scaling_factor, weight_global_scale), in
-    MXFP8 (fp8_weight, weight_scaling_factor).
+    """Return the weight of `get` as operands: (fp4_weight, weight_scaling_factor, weight_global_scale).
 
-    In layout "swizzled_128x4" fp4_weight is float4_e2m1fn_x2.
+    In MXFP8 they are (fp8_weight, weight_scaling_factor). In layout "swizzled_128x4" fp4_weight is float4_e2m1fn_x2.
     """
     return _entry(weights, ("quantize", transposed, interleaved, layout, format)).operands
 
@@ -122,8 +121,8 @@ def swizzled(
     """Return the tensors of an `NVFP4Weight` in layout "linear" as `operands` gives them in layout "swizzled_128x4".
 
     Args:
-        qdata, scale, global_scale: of the weight; what needs no padding is shared.
-        parts: how many weights are stacked in it (gate and up: 2); each is padded by itself.
+        qdata, scale, global_scale: of the weight; tensors that need no padding share its memory.
+        parts: number of weights that are stacked in it (gate and up: 2); each is padded separately.
     """
     return _entry((qdata, scale, global_scale), ("swizzle", parts)).operands
 
@@ -132,7 +131,7 @@ def changed(*weights: torch.Tensor) -> None:
     """Declare copies of these weights, and of all that share their storage, out of date.
 
     They are made again when they are next used. Compiled graphs call this for weights that take part in a training
-    forward, since what then changes them may leave no trace. 0.15 us for a weight (Zen 5).
+    forward, because an optimizer may then change them without a trace. Takes 0.15 us for a weight (Zen 5).
     """
     for weight in weights:
         vars(weight.untyped_storage()).pop(_MARK, None)
@@ -141,7 +140,7 @@ def changed(*weights: torch.Tensor) -> None:
 def refresh(weights: Iterable[torch.Tensor]) -> None:
     """Make all copies of these weights again, now and at the same addresses.
 
-    A copy is made again at its next use instead if a weight has another shape now, or is stacked with one that is not
+    A copy is made at its next use instead if a weight has another shape now, or is stacked with a weight that is not
     among these.
     """
     weights = list(weights)
@@ -156,16 +155,16 @@ def refresh(weights: Iterable[torch.Tensor]) -> None:
 
 
 def _entry(weights: _Tensors, recipe: _Recipe) -> _Entry:
-    # On the path of every call: 1.3 us for one weight (Zen 5).
-    entry = _find(weights, recipe)
+    # This is on the path of every call: 1.3 us for one weight (Zen 5).
+    entry = _find_valid(weights, recipe)
     if entry is None:
         with _LOCK:
-            entry = _find(weights, recipe) or _make(weights, recipe)
+            entry = _find_valid(weights, recipe) or _make_copy(weights, recipe)
     return entry
 
 
-def _find(weights: _Tensors, recipe: _Recipe) -> _Entry | None:
-    """Return the copy of the weights if there is one that is up to date."""
+def _find_valid(weights: _Tensors, recipe: _Recipe) -> _Entry | None:
+    """Return the copy of the weights if it exists and is up to date."""
     try:
         key = recipe, *map(_REFERENCE, weights[1:])
         entry = getattr(weights[0], _COPIES).entries.get(key)
@@ -180,7 +179,7 @@ def _copies(weight: torch.Tensor) -> _Copies | None:
 
 
 def _state(weight: torch.Tensor) -> tuple[Any, ...]:
-    """Return what can be observed of a weight: equal states mean equal content, but for changes that leave no trace."""
+    """Return the observable state of a weight; equal states mean equal content, but for changes without a trace."""
     try:
         version = weight._version
     except RuntimeError:  # an inference tensor has no version counter
@@ -190,39 +189,41 @@ def _state(weight: torch.Tensor) -> tuple[Any, ...]:
     return weight.shape, weight.dtype, weight.stride(), weight.data_ptr(), version, mark, id(weight)
 
 
-def _make(weights: _Tensors, recipe: _Recipe) -> _Entry:
-    """Make the copy of the weights, in the tensors of the last one where they fit."""
+def _make_copy(weights: _Tensors, recipe: _Recipe) -> _Entry:
+    """Make the copy of the weights, in the tensors of the previous copy if they fit."""
     _watch_optimizers()
     for weight in weights:
         if _copies(weight) is None:
             setattr(weight, _COPIES, _Copies(weight))
     first, *others = filter(None, map(_copies, weights))
     entries, key = first.entries, (recipe, *[other.reference for other in others])
-    kept = entries.get(key)
-    # Taken before the weights are read: what changes them meanwhile makes the copy out of date.
+    previous = entries.get(key)
+    # The states are taken before the weights are read, so that a change meanwhile makes the copy out of date.
     mark, *_ = [vars(weight.untyped_storage()).setdefault(_MARK, _Mark()) for weight in weights]
     states = tuple(map(_state, weights))
-    was, now = ([state[3] for state in each] for each in (kept.states if kept else (), states))  # addresses
-    if recipe[0] == "swizzle" and was != now:
-        kept = None  # it may share the memory that its weights had before, which is not the cache's to write
-    # Normal tensors under inference mode too: later calls write to them, and save them for a backward.
+    old_addresses, addresses = (
+        [state[3] for state in taken] for taken in (previous.states if previous else (), states)
+    )
+    if recipe[0] == "swizzle" and old_addresses != addresses:
+        previous = None  # it may share the old memory of its weights, which the cache must not write
+    # The copies are normal tensors under inference mode, too: later calls write to them, and save them for a backward.
     with torch.inference_mode(False), torch.no_grad():
         packed: PackedWeight
         packed = _swizzle(weights, *recipe[1:]) if recipe[0] == "swizzle" else _quantize(weights, *recipe[1:])
-        if kept is not None and kept.packed.shape == packed.shape and kept.packed.device == packed.device:
-            kept.states = ()  # should this be interrupted
-            for old, new in zip(kept.packed.tensors(), packed.tensors(), strict=True):
+        if previous is not None and (previous.packed.shape, previous.packed.device) == (packed.shape, packed.device):
+            previous.states = ()  # invalid if this is interrupted
+            for old, new in zip(previous.packed.tensors(), packed.tensors(), strict=True):
                 if old.data_ptr() != new.data_ptr():
                     old.copy_(new)
-            packed = kept.packed
+            packed = previous.packed
         given = grouped_mm.operands(packed)
         if packed.layout == SWIZZLED_128X4:
             given = packed.qdata.view(torch.float4_e2m1fn_x2).transpose(1, 2), *given[1:]
     for other, entry in list(entries.items()):
-        # The weight has moved, and wants another layout here; or one that was stacked with it has died.
+        # The weight has moved to a device that may need another layout, or a weight that was stacked with it has died.
         if entry.packed.device != packed.device or None in [reference() for reference in other[1:]]:
             del entries[other]
-    if kept is None:
+    if previous is None:
         memory = recipe, *[state[:5] for state in states]
         mark.copies = mark.copies + 1 if mark.memory == memory else 1
         mark.memory = memory
@@ -240,8 +241,8 @@ def _make(weights: _Tensors, recipe: _Recipe) -> _Entry:
 def _watch_optimizers() -> None:
     """Have every `torch.optim` optimizer declare its parameters changed after a step.
 
-    This is the one hook of the cache. A fused optimizer writes without raising the version counter of a parameter, so
-    that nothing else tells of its step; frozen weights may view the storage of what it trains.
+    This is the only hook of the cache. A fused optimizer does not raise the version counter of a parameter, so that
+    nothing else shows its step; frozen weights may view the storage of its parameters.
     """
 
     def after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
@@ -255,12 +256,14 @@ def _watch_optimizers() -> None:
 def refresh_(model: Model) -> Model:
     """Quantize the 4-bit copies of a model's weights again, after a change that leaves no trace.
 
-    Compiled graphs keep a 4-bit copy beside each frozen 16-bit weight, and make it again when they see the weight
-    change. Writes through ``parameter.data`` or NumPy, and collectives of torch.distributed, cannot be seen: call this
-    after them. docs/weights.md lists what is seen. Copies keep their addresses, so captured CUDA graphs read them.
+    Compiled graphs keep a 4-bit copy beside each frozen 16-bit weight, and make it again when they detect a change of
+    the weight. Writes through ``parameter.data`` or NumPy, and collectives of torch.distributed, cannot be detected:
+    call this after them. docs/weights.md lists the changes that are detected. Copies keep their addresses, so captured
+    CUDA graphs read them.
 
     Args:
-        model: a module, compiled or not; its parameters and buffers are meant, and all that share their storage.
+        model: a module, compiled or not. The copies of its parameters and buffers, and of all tensors that share their
+            storage, are made again.
 
     Returns:
         The same model.
@@ -286,9 +289,9 @@ def stacked_layout(
     """Return the layout that the default kernels read best of weights stacked along their rows, see `get`.
 
     Args:
-        weights: tensors, or others with a shape.
+        weights: tensors, or other objects with a shape.
         transposed: each is (E, K, N), not (E, N, K).
-        device: of the weights; when None it is that of the tensors.
+        device: of the weights; None: the device of the tensors.
         format: of the packed weight.
     """
     rows, columns = (2, 1) if transposed else (1, 2)
@@ -308,7 +311,7 @@ def _quantize(weights: _Tensors, transposed: bool, interleaved: int, layout: str
 
 
 def _swizzle(weights: _Tensors, parts: int) -> NVFP4Weight:
-    # Detached: an entry that held its weight would keep it alive.
+    # Detached, because an entry that held its weight would keep it alive.
     qdata, scale, global_scale = (tensor.detach() for tensor in weights)
     n = qdata.shape[1] // parts
     if n != pad_rows(n):
@@ -323,7 +326,7 @@ def _swizzle(weights: _Tensors, parts: int) -> NVFP4Weight:
 def _quantize_together(parts: list[torch.Tensor]) -> NVFP4Weight:
     """Quantize weights (E, N1, K), (E, N2, K), ..., each padded by `pad_rows`, as one with one global scale per expert.
 
-    An expert at a time: the 16-bit copy that it takes is one expert's."""
+    It goes expert by expert, so that it holds a 16-bit copy of one expert only."""
     experts = []
     for rows in zip(*(part.unbind(0) for part in parts), strict=True):
         padded = [pad(part, (0, 0, 0, pad_rows(len(part)) - len(part))) for part in rows]

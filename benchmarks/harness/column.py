@@ -49,7 +49,7 @@ PROFILE_ROWS = 25
 
 @dataclass(frozen=True)
 class Form:
-    """What a column makes of a model.
+    """Says how a column prepares a model.
 
     Attributes:
         quantize: the arguments of `quantize_`, or None for a model of 16-bit weights.
@@ -63,12 +63,12 @@ class Form:
 
     @property
     def generates(self) -> bool:
-        """Whether an eager generate() is this form's own: those of compiled bf16 are the eager column's."""
+        """True if this form times an eager generate() of its own: compiled bf16 would repeat the eager column."""
         return not self.compiled or self.quantize is not None
 
     @property
     def packed(self) -> bool:
-        """Whether the experts' weights have 4 or 8 bits where they are read."""
+        """True if the experts' kernels read weights of 4 or 8 bits."""
         return self.quantize is not None or self.backend is not None
 
 
@@ -204,7 +204,7 @@ class _Column:
         return result
 
     def _guarded(self, work: Callable[[], Any]) -> Any:
-        """What `work` returns; that memory does not suffice is a result."""
+        """Return the result of `work`, or an "out of memory" entry if it does not fit."""
         try:
             result = work()
         except torch.OutOfMemoryError:
@@ -215,8 +215,10 @@ class _Column:
         return result
 
     def _is_small(self) -> bool:
-        """Whether the model that is timed has so few layers that its own graphs are checked: on a CPU, where compiling
-        others for that takes most of a column's time."""
+        """True if the timed model's own graphs are checked, because it has few layers.
+
+        On a CPU alone, where compiling other graphs for the check takes most of a column's time.
+        """
         layers: int = config_of(self.spec.model, self.spec.layers).num_hidden_layers
         return self.device.type == "cpu" and layers <= CHECK_LAYERS and not Path(self.spec.model).is_dir()
 
@@ -246,7 +248,7 @@ class _Column:
         self._judge(torch.cat(errors))
 
     def _check_prefill(self, forward: Callable[..., Any], tokens: int) -> None:
-        """Compares prefills of a graph that is timed with those of the reference."""
+        """Compares prefills of a timed graph with the reference's."""
         if self._reference is None:
             return
         generator = torch.Generator().manual_seed(1)
@@ -258,7 +260,7 @@ class _Column:
         self._judge(torch.cat(errors))
 
     def _judge(self, errors: Tensor) -> None:
-        """Emits the worst errors of the parts that were checked, those of tokens in `errors` last.
+        """Emits the worst errors of the checked parts; `errors`, one per token, are the last part's.
 
         Raises:
             RuntimeError: they are too large.
@@ -278,7 +280,7 @@ class _Column:
         return build(self.spec.model, self.device, layers=layers, finish=finish, **how)
 
     def _build_reference(self) -> nn.Module:
-        """What the column is compared with: transformers' code on the column's weights, dequantized if it quantizes."""
+        """Builds the reference: transformers' code on the column's weights, dequantized if it quantizes."""
         quantized = self.form.quantize
         if quantized is None and self.form.packed:
             quantized = {}
@@ -289,11 +291,11 @@ class _Column:
         return model if quantized is None else dequantize_(model)
 
     def _check(self) -> None:
-        """Compares logits with those of eager 16-bit code on the same (dequantized) weights.
+        """Compares logits with eager 16-bit code on the same (dequantized) weights.
 
-        Of a decode step behind the same keys and values and, when prefills are timed, of a prefill. The model has its
-        first two layers, so that the routing of both is nearly the same; many tokens, since the few that are routed
-        otherwise differ much.
+        It compares a decode step after the same keys and values and, when prefills are timed, a prefill. The model has
+        its first two layers, so that the routing of both is nearly the same. There are many tokens, because the few
+        that are routed differently differ much.
         """
         step, wanted = self._check_logits(None)
         _, found = self._check_logits(step)
@@ -331,7 +333,7 @@ class _Column:
         return step, logits
 
     def _load(self) -> nn.Module:
-        """Builds the model, and quantizes each layer as soon as it is there."""
+        """Builds the model, and quantizes each layer as soon as it is built."""
         quantizing = 0.0
         finish = None if self.form.quantize is None else _quantizer(self.form.quantize)
 
@@ -533,7 +535,7 @@ def _token_errors(found: Tensor, wanted: Tensor) -> Tensor:
 
 
 def _quantizer(options: dict[str, Any]) -> Callable[[nn.Module, str], None]:
-    """What `build` calls with each layer and with the model: quantize_ where there is something for it."""
+    """Return the function that `build` calls with each layer and the model; it quantizes what quantize_ finds."""
 
     def finish(module: nn.Module, name: str) -> None:
         if name and (expert_blocks(module) or "linears" in options):

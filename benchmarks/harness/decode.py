@@ -1,4 +1,4 @@
-"""What is timed of a model: a decode step on a static cache, a prefill, generate(); and the bytes that a step reads.
+"""Runs the timed parts of a model: a decode step on a static cache, a prefill, generate(); counts a step's bytes.
 Called by harness/column.py; calls transformers' caches and masks.
 """
 
@@ -52,7 +52,7 @@ class DecodeStep:
         self._ids = torch.randint(1, self.config.vocab_size, (batch, 1), device=self.device, generator=generator)
         with torch.no_grad():  # allocates the layers, with the shapes that the attention of this model has
             model(self._ids, past_key_values=self.cache, use_cache=True, logits_to_keep=1)
-        # New tensors: those of transformers are marked static, and torch.compile would guard on their addresses.
+        # New tensors, because transformers marks its own static, and torch.compile would guard on their addresses.
         self.keys_values = []
         for layer in self.cache.layers:
             layer.keys, layer.values = (
@@ -111,7 +111,7 @@ class DecodeStep:
         return logits
 
     def cache_bytes(self) -> int:
-        """Bytes of keys and values that a step needs: those of the context, or of a layer's window."""
+        """Return the bytes of keys and values that a step reads, of the context or of a layer's window."""
         size: int = sum(
             states.nbytes * min(self.context + 1, states.shape[2]) // states.shape[2]
             for layer in self.cache.layers
@@ -121,7 +121,7 @@ class DecodeStep:
 
 
 def _masks(config: Any, rows: Tensor, ones: Tensor, cache: Any, positions: Tensor) -> Any:
-    """As generate() makes them: a tensor, or one for each type of layer by its name."""
+    """Makes masks like generate(): a tensor, or one for each type of layer by its name."""
     try:
         return create_masks_for_generate(config, rows, ones, cache, positions)
     except TypeError:  # transformers 5.17 passes an argument that the mask of chunks does not take
@@ -140,7 +140,7 @@ def prefill(forward: Forward, ids: Tensor, kept: int = 1) -> Tensor:
 
 @torch.no_grad()
 def generate_tokens_per_second(model: nn.Module, *, prompt_tokens: int, new_tokens: int, rounds: int) -> list[float]:
-    """Those of `rounds` calls of generate(), after one that warms up: greedy, one text, transformers' default cache."""
+    """Times `rounds` calls of generate() after a warm-up call: greedy, one text, transformers' default cache."""
     config: Any = model.config
     device = next(model.parameters()).device
     ids = torch.randint(1, config.vocab_size, (1, prompt_tokens), device=device)
@@ -163,7 +163,7 @@ def tensor_bytes(module: nn.Module) -> int:
 def step_bytes(model: nn.Module, experts: Collection[str], step: DecodeStep, *, packed: bool) -> float:
     """Bytes that a decode step has to read: the experts that have tokens, all other weights, keys and values.
 
-    Which experts have tokens is the expectation for a router that chooses evenly, as those of random weights nearly do.
+    The experts with tokens are counted for a router that chooses evenly, as routers of random weights nearly do.
 
     Args:
         model: as it is in memory.
@@ -181,6 +181,6 @@ def step_bytes(model: nn.Module, experts: Collection[str], step: DecodeStep, *, 
 
 
 def _tied(model: nn.Module) -> bool:
-    """Whether the embedding is the head, which reads all of it."""
+    """True if the embedding is also the head, which reads all of it."""
     head = model.get_output_embeddings()  # type: ignore[operator]
     return getattr(head, "weight", None) is model.get_input_embeddings().weight  # type: ignore[operator]

@@ -85,7 +85,7 @@ class Engine:
         self._answer()
 
     def ask(self, question: str, *arguments: Any) -> Any:
-        """What the method of that name of `_Column` returns.
+        """Return the result of the method of `_Column` that `question` names.
 
         Raises:
             RuntimeError: its error, in the engine's process.
@@ -115,7 +115,7 @@ class Engine:
 
 
 def _serve(column: str, path: Path, options: dict[str, Any], pipe: Connection) -> None:
-    """What the process does."""
+    """Runs in the process: makes the engine and answers questions."""
     try:
         if options["cores"] is not None:
             os.sched_setaffinity(0, options["cores"])
@@ -171,7 +171,7 @@ class _Column:
         return tokens, values
 
     def version(self) -> str:
-        """vLLM's."""
+        """Return vLLM's version."""
         import vllm
 
         return str(vllm.__version__)

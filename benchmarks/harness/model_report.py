@@ -91,7 +91,7 @@ def tables(rows: Sequence[Row]) -> Iterator[tuple[str, list[list[str]]]]:
 
 
 def legend(rows: Iterable[Row]) -> str:
-    """How far the quartiles of the cells are apart."""
+    """Say how far the quartiles of the cells are apart."""
     cells = [cell for row in rows for kind in ("decode", "prefill") for cell in row.get(kind, {}).values()]
     spreads = [_spread(cell) for cell in (*cells, *(row.get("generate", {}) for row in rows))]
     calm = [spread for spread in spreads if spread is not None and spread <= DISTURBED]
@@ -102,7 +102,7 @@ def legend(rows: Iterable[Row]) -> str:
 
 
 def _lines(rows: Sequence[Row]) -> Iterator[Line]:
-    """The lines of a table; a ratio is that to another column of it."""
+    """Yield the lines of a table; ratios compare with another of its columns."""
     for batch in _keys(rows, "decode"):
         yield f"decode, batch {batch}: ms (% of floor)", partial(_decode, batch)
         yield f"batch {batch}: tokens/s (x)", partial(_rate, rows, batch)
@@ -143,7 +143,7 @@ def _prefill(rows: Iterable[Row], tokens: str, row: Row) -> str:
 
 
 def _missing(row: Row, cell: dict[str, Any]) -> str:
-    """Why a cell has no number."""
+    """Say why a cell lacks a number."""
     error: str = cell.get("error") or row.get("error", "-")
     return error if error.startswith(FULL) else error.split(":")[0][:20]
 
@@ -165,12 +165,12 @@ def _milliseconds(cell: dict[str, Any]) -> str:
 
 
 def _quartiles(cell: dict[str, Any], text: Callable[[float], str]) -> str:
-    """Those of a disturbed cell."""
+    """Return the quartiles of a disturbed cell as text, else nothing."""
     return " [{}, {}]".format(*map(text, cell["quartiles"])) if (_spread(cell) or 0) > DISTURBED else ""
 
 
 def _times(rows: Iterable[Row], row: Row, kind: str, key: str) -> str:
-    """How many times faster a cell is than the baseline's."""
+    """Say how many times faster a cell is than the baseline's."""
     other: dict[str, Any] = next((r.get(kind, {}).get(key, {}) for r in rows if r["column"] == BASELINE), {})
     if "median" not in other or row["column"] == BASELINE:
         return ""

@@ -106,14 +106,14 @@ def num_experts(config: PretrainedConfig) -> int:
 
 
 def skeleton(source: str, layers: int | None = None) -> nn.Module:
-    """The bf16 model on the "meta" device; arguments as those of `config_of`."""
+    """Return the bf16 model on the "meta" device; takes the arguments of `config_of`."""
     with torch.device("meta"):
         model: nn.Module = _AUTO.from_config(config_of(source, layers), dtype=torch.bfloat16)
     return model
 
 
 def has_sdpa(source: str) -> bool:
-    """Whether transformers has scaled_dot_product_attention for a model, which otherwise runs with "eager" alone."""
+    """True if transformers runs a model with scaled_dot_product_attention, not with "eager" attention alone."""
     model: Any = skeleton(source, 1)
     return bool(model.config._attn_implementation != "eager")
 

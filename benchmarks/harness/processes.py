@@ -71,22 +71,22 @@ class _Task:
 
     @property
     def compiles(self) -> bool:
-        """Whether it makes a compiled graph."""
+        """True if it makes a compiled graph."""
         return COLUMNS[self.spec.column].compiled and bool(self.spec.batches or self.spec.prompts)
 
     @property
     def leads(self) -> bool:
-        """Whether it has to be done with its work, which is short and timed, before others compile."""
+        """True if it has to finish its work, which is short and timed, before others compile."""
         return self.spec.part == "load" or self.spec.column == "limits"
 
     @property
     def serves(self) -> bool:
-        """Whether it is a loader whose weights are there."""
+        """True if it is a loader whose weights are loaded."""
         return self.spec.part == "load" and "load" in self.row
 
     @property
     def busy(self) -> bool:
-        """Whether it compiles or computes."""
+        """True if it compiles or computes."""
         return not (self.ended or self.ready or self.measured or self.serves)
 
     def start(self, directory: Path, index: int, jobs: int) -> None:
@@ -314,7 +314,7 @@ def _run(tasks: Sequence[_Task], jobs: int, patience: float, directory: Path, ba
 
 
 def _obstacle(task: _Task, capacity: float) -> str | None:
-    """Why a process need not be started."""
+    """Say why a process need not be started, or None."""
     weights = _bytes(replace(task.spec, part="load"))
     if 0 < capacity < weights:
         return f"out of memory: {weights / 1e9:.0f} GB of weights"
@@ -330,10 +330,10 @@ def _say(bar: tqdm[Any], text: str) -> None:
 
 
 def _may_start(task: _Task, waiting: Sequence[_Task], running: Sequence[_Task], jobs: int, capacity: float) -> bool:
-    """Whether the first of those that wait may be started beside those that run."""
+    """True if the first waiting process may start beside the running ones."""
     if not task.leads and any(other.leads and not other.serves for other in running):
         return False
-    # The first one runs whatever it needs: if it does not fit, its cells say so.
+    # The first one may always run: if it does not fit, its cells say so.
     if all(other.serves and any(part.loader is other for part in waiting) for other in running):
         return True
     parts = sum(other.spec.part != "load" for other in running)
@@ -364,7 +364,7 @@ def _column_of(spec: Spec) -> tuple[str, int | None, str, str]:
 
 
 def cores() -> int:
-    """Those that this process may use."""
+    """Return the number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 

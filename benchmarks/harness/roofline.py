@@ -3,8 +3,8 @@ Called by suites/{gemm,roofline}.py; calls harness/{timing,report}.py.
 
 The floor of a GEMM with packed weights is the larger of its memory time (weights of the experts that have rows, 4.5
 bits each in NVFP4, 16-bit rows in and out) and the time of its floating-point operations. A candidate's share is floor
-over median: 1 is optimal. bf16 is compared with the same floor, which it cannot reach, because its weights are larger,
-3.6 times those of NVFP4. More than 1 is possible where weights stay in a cache, as on a CPU.
+over median: 1 is optimal. bf16 is compared with the same floor. It cannot reach it, because its weights are 3.6 times
+larger than in NVFP4. More than 1 is possible if weights stay in a cache, as on a CPU.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class Limits:
         return f"measured limits: read {read / 1e9:,.4g} GB/s, dense product {flops / 1e12:.3g} TFLOP/s"
 
     def floor_seconds(self, *, experts: int, n: int, k: int, rows: int, outputs: int) -> float:
-        """The least time of a GEMM of (rows, k) with `experts` weights (n, k), of which (rows, outputs) is written."""
+        """Return the least time of a GEMM of (rows, k) with `experts` weights (n, k) that writes (rows, outputs)."""
         traffic = experts * n * k * self.bits_per_weight / 8 + rows * (k + outputs) * 2
         return max(traffic / self.read_bytes_per_second, 2 * rows * n * k / self.flops_per_second)
 

@@ -57,7 +57,7 @@ _DEEPSEEK: dict[str, Any] = dict(
 
 
 def _llama4(hidden_states: Tensor, gating_output: Tensor, topk: int, renormalize: bool) -> tuple[Tensor, Tensor]:
-    """The router of Llama 4, as vLLM's model has it: weights (T, 1) and experts (T, 1)."""
+    """Routes like vLLM's Llama 4: returns weights (T, 1) and experts (T, 1)."""
     scores, ids = gating_output.max(-1, keepdim=True)
     return scores.float().sigmoid(), ids.to(torch.int32)
 

@@ -1,4 +1,4 @@
-"""Sizes of MoE layers (those of real models, and smaller ones for a CPU) and the rows of their GEMMs.
+"""Has the sizes of MoE layers (of real models, and smaller ones for a CPU) and the rows of their GEMMs.
 Called by benchmarks/suites and harness/{layers,report}.py; calls torch.
 
 Each shape is one device's share of one layer.
@@ -78,7 +78,7 @@ class Load:
 
     @staticmethod
     def even(rows_per_expert: int, shape: MoEShape, device: torch.device) -> Load:
-        """The same number of rows for each expert."""
+        """Return a load with the same number of rows for each expert."""
         experts = shape.num_experts
         offsets = torch.arange(1, experts + 1, dtype=torch.int32, device=device) * rows_per_expert
         return Load(experts * rows_per_expert, offsets, experts)

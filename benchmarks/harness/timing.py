@@ -254,7 +254,7 @@ def _flush_buffer() -> torch.Tensor:
 
 
 def environment(device: torch.device | str = "cpu") -> dict[str, Any]:
-    """What a result depends on: machine and its load, versions, commit, command line, date."""
+    """Return what a result depends on: machine and its load, versions, commit, command line, date."""
     device = torch.device(device)
     machine: dict[str, Any] = {
         "cpu": _cpu_model(),
@@ -309,7 +309,7 @@ def _cpu_model() -> str:
 
 
 def _cpu_kind() -> str:
-    """What multiplies bf16: "AMX", "AVX512-BF16", else the widest vectors, or the architecture."""
+    """Name the unit that multiplies bf16: "AMX", "AVX512-BF16", else the widest vectors, or the architecture."""
     kinds = {"amx_bf16": "AMX", "avx512_bf16": "AVX512-BF16", "avx512f": "AVX512", "avx2": "AVX2", "bf16": "Arm BF16"}
     flags = (_cpuinfo("flags") or _cpuinfo("Features")).split()
     return next((kind for flag, kind in kinds.items() if flag in flags), platform.machine())

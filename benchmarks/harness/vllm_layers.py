@@ -195,7 +195,7 @@ class VLLMLoRALayer(VLLMLayer):
         self, layer: ServedLayer, column: str, gate_up: PackedWeight, down: PackedWeight, adapters: Sequence[Adapter],
         tokens: int,
     ) -> None:  # fmt: skip
-        """As `VLLMLayer`.
+        """Builds the layer like `VLLMLayer`, with places for adapters.
 
         Args:
             layer: as there.
@@ -223,7 +223,7 @@ class VLLMLoRALayer(VLLMLayer):
         self.wrapper.update_metadata(mapping, list(range(1, self.loaded + 1)), self.loaded + 1, 1000)
 
     def __call__(self, hidden_states: Tensor, router_logits: Tensor) -> Tensor:
-        """As `VLLMLayer.__call__`, with the adapters of `choose`."""
+        """Runs the layer like `VLLMLayer.__call__`, with the adapters of `choose`."""
         with set_forward_context(None, self.config, num_tokens=hidden_states.shape[0]):
             out: Tensor = self.adapted(hidden_states, router_logits)
         return out

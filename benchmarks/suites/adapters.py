@@ -177,7 +177,7 @@ def _row(
 
 
 def _check_graph(run: Any, hidden: Tensor, logits: Tensor, slots: list[int], name: str) -> None:
-    """A graph that was captured with other adapters of the tokens sees those of its replay."""
+    """Checks that a graph captured with other adapters of the tokens uses the adapters of its replay."""
     run.choose([0] * len(slots))
     run(hidden, logits)
     torch.cuda.synchronize()

@@ -1,7 +1,7 @@
 """Splits the time of a Llama4MoE layer's call into kernels and the gap between them, eager and under torch.compile.
 Called by `python -m benchmarks compile` and `make bench`; calls torch.profiler and benchmarks/harness.
 
-    eager bf16                 the layer as it is
+    eager bf16                 the layer unchanged
     compile bf16               torch.compile(layer), frozen
     compile nvfp4              torch.compile(layer, backend="thunder_moe"), frozen: its expert GEMMs are rewritten
     quantize_ + compile nvfp4  torch.compile(quantize_(layer))

@@ -1,15 +1,15 @@
 """Times vLLM's engine (`LLM.generate`, CUDA graphs) on an NVFP4 or MXFP8 checkpoint: its kernels beside ours.
 Called by `python -m benchmarks engine`, which needs vLLM; calls transformers, benchmarks/harness/engines.py and vLLM.
 
-The checkpoint has random weights and is written by `quantize_` and `save_checkpoint`, with `--linears` attention's
-projections in the format, too; the bf16 column reads it dequantized. Each column is an engine in a process of its own;
-all of them are there at once and take turns.
+The checkpoint has random weights and is written by `quantize_` and `save_checkpoint`. With `--linears` attention's
+projections are in the format too. The bf16 column reads it dequantized. Each column is an engine in its own process;
+all engines exist at once and take turns.
 
-    decode    new tokens of each request per second: the time of many new tokens minus that of few
+    decode    new tokens of each request per second: (time of many new tokens - time of few)
     prefill   tokens of prompts per second, one step of vLLM
 
-Before anything is timed each engine generates greedily, with log probabilities, and `load_checkpoint` in fp32 computes
-those of the same tokens.
+Before anything is timed, each engine generates greedily, with log probabilities. `load_checkpoint` in fp32 computes the
+log probabilities of the same tokens.
 """
 
 from __future__ import annotations
@@ -147,7 +147,7 @@ def _arguments(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def _options(args: argparse.Namespace) -> list[dict[str, Any]]:
-    """Of each column. On a GPU each engine has cores of its own, so that none waits for another's threads."""
+    """Return each column's options. On a GPU each engine has its own cores, so none waits for another's threads."""
     shared = {
         "device": args.device.type, "batches": args.batches, "tokens": max(args.prefills), "new": args.new,
         "compiled": not args.uncompiled,

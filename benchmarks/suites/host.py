@@ -1,15 +1,15 @@
 """Times what one call costs the host: each operator beside torch's grouped GEMM, and eager Hugging Face layers.
 Called by `python -m benchmarks host`; calls thunder_moe's operators, quantize_, transformers and benchmarks/harness.
 
-A fast device waits for the host at batch 1, so that this time, and not the kernels', decides how fast an eager model
+A fast device waits for the host at batch 1, so this time, not the kernels' time, decides how fast an eager model
 is. On CUDA calls are only launched, in groups that fit the device's queue, and their launches are timed. On a CPU the
-kernels run within the call: sizes are tiny there, and the rows say what is left to compare.
+kernels run within the call; sizes are tiny there, so that the kernels take little of the time.
 
     operators   torch._grouped_mm, and the operators of thunder_moe on the layer's operands
     gradient    the same with an input that requires one
-    experts     those of a Qwen3-MoE block: transformers' "grouped_mm", its "batched_mm", which generate decodes with on
-                a GPU, and after quantize_
-    block       the whole block, router and all
+    experts     the experts of a Qwen3-MoE block: transformers' "grouped_mm", its "batched_mm", with which generate
+                decodes on a GPU, and after quantize_
+    block       the whole block with its router
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Times a Llama4MoE layer and its routed experts alone by tokens: eager, Thunder, torch.compile; bf16 and NVFP4.
 Called by `python -m benchmarks layer` and `make bench`; calls thunder_moe, Thunder and benchmarks/harness.
 
-    eager bf16     the layer as it is
+    eager bf16     the layer unchanged
     eager nvfp4    after thunder_moe.quantize_
     thunder bf16   thunder.jit(layer, executors=[moe_executor]), forward only, its experts stay in 16 bits
     thunder nvfp4  the same call with a frozen layer, whose three expert GEMMs the executor rewrites
@@ -11,11 +11,11 @@ Called by `python -m benchmarks layer` and `make bench`; calls thunder_moe, Thun
 
 Thunder 0.2.6 cannot run torch._grouped_mm by itself, so "thunder bf16" is Thunder with the executor's own 16-bit
 symbol: its expert weights require a gradient and gradients are enabled, which keeps them out of the rewrite. Its input
-requires none, and only the forward is timed. `rewrite_report` has to confirm both Thunder columns and "compile nvfp4",
-graph by graph.
+does not require a gradient, and only the forward is timed. `rewrite_report` has to confirm both Thunder columns and
+"compile nvfp4", graph by graph.
 
 torch.compile makes one graph for all token counts but 1, which torch specializes on. On CUDA it runs with
-mode="reduce-overhead": it replays CUDA graphs of its own, which are timed as plain calls ("own graph") behind a
+mode="reduce-overhead": it replays CUDA graphs of its own, which are timed as plain calls ("own graph") after a
 flush; the benchmark captures the other columns. `python -m benchmarks compile` measures the host's part of a replay.
 
 Before anything is timed, NVFP4 is compared with eager dequantized weights (`dequantize_`) and bf16 with eager bf16; a

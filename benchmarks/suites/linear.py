@@ -1,11 +1,11 @@
 """Times dense layers, torch's linear in bf16 beside the operator with a packed weight, and finds its configurations.
 Called by `python -m benchmarks linear`; calls thunder_moe.nn.linear, kernels.cuda and benchmarks/harness.
 
-The layers are those of Qwen3-30B-A3B and Llama-4-Scout, with the projections that read the same rows as one. A time is
-that of a call in a row of calls, each with other weights (so many that no cache holds them), as the layers of a model
-follow each other: on CUDA one CUDA graph. `--format` is that of the weights. `--vllm` adds vLLM's kernels, Marlin and
-Humming, in layers of its own. `--tune` times all configurations of the CUDA kernels that are worth it, and writes the
-fastest of each layer and number of rows to configs.json; each result is compared with bf16 before.
+The layers come from Qwen3-30B-A3B and Llama-4-Scout; projections that read the same rows are one layer. A time is the
+time per call of many calls in a row, each with other weights (so many that no cache holds them), like the layers of a
+model: on CUDA one CUDA graph. `--format` is the weights' format. `--vllm` adds vLLM's kernels, Marlin and Humming, in
+vLLM's own layers. `--tune` times the promising configurations of the CUDA kernels, and writes the fastest of each
+layer and number of rows to configs.json; each result is compared with bf16 before.
 """
 
 from __future__ import annotations
@@ -261,7 +261,7 @@ def _tuned(x: Tensor, expected: Tensor, packs: list[PackedWeight], args: argpars
         list(pool.map(compile_one, configs))
 
     def seconds(config: GemmConfig, rounds: int) -> float:
-        # A graph at a time: those of all candidates at once would hold all their results.
+        # One graph at a time: the graphs of all candidates together would hold all their results.
         clock = _clock([functools.partial(cuda.mm, x, pack, config=config) for pack in packs], args.device)
         return median(clock() for _ in range(rounds))
 
@@ -279,7 +279,7 @@ def _tuned(x: Tensor, expected: Tensor, packs: list[PackedWeight], args: argpars
 
 
 def _write(file: Path, entries: list[dict[str, Any]]) -> None:
-    """Adds the entries to a file of configurations; those of the same points, layouts and formats go.
+    """Adds the entries to a file of configurations, and removes old ones of the same points, layouts and formats.
 
     Beside one that serves a single weight alone another one stays: groups may come to the same point.
     """

@@ -5,8 +5,8 @@ Called by `python -m benchmarks load`; calls transformers, quantize_ and benchma
     quantize_          quantize_(from_pretrained(path))
     ThunderMoeConfig   from_pretrained(path, quantization_config=ThunderMoeConfig())
 
-The checkpoint is random, of a model's own sizes with fewer layers, under the names of the hub. The peak of the host is
-of anonymous memory (files that are mapped do not count), beyond that before the load; that of a GPU of what torch had
+The checkpoint is random, of a model's own sizes with fewer layers, under the names of the hub. The host's peak counts
+anonymous memory (not mapped files) above the level before the load. A GPU's peak counts the memory that torch had
 allocated. The files are in the page cache. The two quantized models have to be the same bit for bit.
 """
 
@@ -121,7 +121,7 @@ def worker(way: str, directory: str, device: str) -> None:
 
 
 class Peak:
-    """The most memory since it was made, beyond that of then, and what is in use at the end."""
+    """Measures the peak memory above the level at its creation, and the memory in use at the end."""
 
     def __init__(self, device: str) -> None:
         self.device, self.most, self.before, self._ends = device, 0, _anonymous(), False

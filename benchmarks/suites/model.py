@@ -1,30 +1,30 @@
 """Times whole Hugging Face models, eager and compiled, in bf16 and with NVFP4 weights: the package's main benchmark.
 Called by `python -m benchmarks model`; calls harness/{processes,models,model_report}.py.
 
-    eager bf16         the model as it is
+    eager bf16         the model unchanged
     compiled bf16      torch.compile(model, fullgraph=True), as in all columns below
     thunder_moe        backend="thunder_moe": the frozen expert GEMMs are rewritten while the model is compiled
     quantize_          after thunder_moe.quantize_
     quantize_ linears  after thunder_moe.quantize_(linears=True): attention, dense layers and the head in 4 bits too
-    quantize_ mxfp8    after thunder_moe.quantize_(format="mxfp8"), not by default, and so
+    quantize_ mxfp8    after thunder_moe.quantize_(format="mxfp8"); only on request, like the next one
     quantize_ mxfp8 linears
 
 Each column runs in processes of its own. Several compile at the same time (--jobs), but a cell is timed while nothing
 else of the run computes; a cell whose quartiles are more than 5 % of its median apart shows them. A column measures
 
-- a decode step for each of --batch, behind --context tokens in a static cache, with the mask that generate() prepares.
+- a decode step for each of --batch, after --context tokens in a static cache, with the mask that generate() prepares.
   On CUDA a compiled step is one CUDA graph, replayed with a cold L2 cache; an eager one is a plain call.
 - the time to the first token of prompts of --prompts tokens, in plain calls, without a cache.
 - tokens per second of eager generate(), for the columns that run without a compiler.
 - memory, the time to build and to quantize, and the time of each first call, which compiles.
 
-"% of floor" is the time to read what a decode step has to read (experts that have tokens, other weights, keys and
-values, each in the column's own format) at the measured bandwidth, over the step's time.
+"% of floor" is the least time over the step's time. The least time is the time to read the bytes of a decode step
+(experts that have tokens, other weights, keys and values) in the column's own format, at the measured bandwidth.
 
-A compiled decode step and prefill of a column's two-layer model (on a CPU, those that are timed, where the model has no
-more layers) are compared with eager 16-bit code on the same (dequantized) weights; a wrong column has no times. Weights
-are random: `--models` takes names of real models, which are the default on CUDA, of small models for a CPU, a
-config.json, or the directory of a checkpoint.
+A compiled decode step and prefill of a column's two-layer model are compared with eager 16-bit code on the same
+(dequantized) weights; a wrong column gets no times. On a CPU, the timed graphs are compared if the model has two layers
+or fewer. `--models` takes names of real models (the default on CUDA), of small models for a CPU, a config.json, or the
+directory of a checkpoint. Weights are random except in a checkpoint.
 
 A bar says what runs. Interrupted, the benchmark writes and prints what it has measured.
 

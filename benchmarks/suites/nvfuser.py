@@ -94,7 +94,7 @@ def _w4a4() -> bool:
 
 
 def _sharing_a_scale(layer: Llama4MoE) -> Llama4MoE:
-    """The layer quantized as nvFuser does it: gate and up of an expert share one global scale."""
+    """Return the layer quantized like nvFuser's: gate and up of an expert share one global scale."""
     result, experts = copy.deepcopy(layer), layer.routed_experts
     gate_up = torch.cat([experts.gate_proj.weight, experts.up_proj.weight], 1)
     packed = [NVFP4GroupedLinear(quantize(weight)) for weight in (gate_up, experts.down_proj.weight)]

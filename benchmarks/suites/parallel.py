@@ -4,16 +4,15 @@ Called by `python -m benchmarks parallel`; calls thunder_moe.parallel and benchm
     one GPU              the whole layer with the tokens of all ranks
     EP exact             ExpertParallel(): exact sizes, the host waits for them; plain calls
     EP all_to_all        with a capacity: no synchronisation, in a CUDA graph
-    EP all_gather        likewise
-    EP symmetric_memory  likewise, on GPUs
-    EP ..., 2 chunks     likewise, half of the tokens travel while the experts run the others
+    EP all_gather        with a capacity, in a CUDA graph
+    EP symmetric_memory  with a capacity, in a CUDA graph, on GPUs
+    EP ..., 2 chunks     half of the tokens travel while the experts run the others
     TP                   TensorParallel(): each rank has the tokens of all, in a CUDA graph
     exchange ...         dispatch and combine of the same tokens alone, without experts
 
 Every rank has `tokens` tokens, and all ranks together ranks * tokens. Scaling is the time of one GPU over ranks times
-the time of the ranks: 1 is perfect. A round lets all ranks wait for each other on their devices before it starts,
-behind a flush of L2; the time is that of the slowest rank. Results are compared with the whole layer's before anything
-is timed.
+the time of the ranks: 1 is perfect. Before a round starts, all ranks wait for each other on their devices, after a
+flush of L2; the slowest rank's time counts. Results are compared with the whole layer's before anything is timed.
 On a CPU the ranks are processes with gloo, timed by plain calls.
 """
 

@@ -1,12 +1,12 @@
 """Times routers: a model's own softmax, top-k and normalization, then the sort of slots, beside `moe_router`.
 Called by `python -m benchmarks router`; calls thunder_moe's operators, quantize_, transformers and benchmarks/harness.
 
-    torch              what transformers computes of the logits: scores and expert ids
+    torch              transformers' operations on the logits: scores and expert ids
     torch + moe_route  the same, and the order of rows for grouped GEMMs
     moe_router         all of it
 
-A time is that of a call in a row of calls (on CUDA one CUDA graph). The rows named "layer" are whole blocks of
-Qwen3-30B-A3B after quantize_, once with the router that transformers has, once as quantize_ leaves it.
+A time is the time per call of many calls in a row (on CUDA one CUDA graph). The rows named "layer" are whole blocks of
+Qwen3-30B-A3B after quantize_, once with transformers' router, once with the router of quantize_.
 """
 
 from __future__ import annotations
@@ -160,7 +160,7 @@ def _calls(name: str, tokens: int, device: torch.device) -> dict[str, Callable[[
 
 
 def _check(name: str, own: Chosen, ours: Chosen) -> None:
-    """Of equal logits, of which bf16 has many, torch.topk takes any: sums of scores have to agree, ids mostly."""
+    """Checks that sums of scores agree, and ids mostly: torch.topk chooses any of equal logits, frequent in bf16."""
     for one, other in zip(own, ours, strict=True):
         assert one.shape == other.shape
     error = float((own[0].float().sum(-1) - ours[0].float().sum(-1)).abs().max())
@@ -201,7 +201,7 @@ def _repeat(call: Callable[[], Any]) -> None:
 
 
 def _of_one(timings: dict[str, Timing]) -> dict[str, Timing]:
-    """The times of `_repeat` as those of one call."""
+    """Return the times of `_repeat` divided by its number of calls."""
     return {
         name: replace(
             each,

@@ -3,7 +3,7 @@ Called by `python -m benchmarks serving`, which needs vLLM; calls benchmarks/har
 
     thunder_moe   the plugin's experts
     vLLM Marlin   vLLM with --moe-backend marlin
-    vLLM Humming  vLLM with --moe-backend humming, where humming-kernels is installed: what vLLM 0.32 takes on Hopper
+    vLLM Humming  vLLM with --moe-backend humming, if humming-kernels is installed: vLLM 0.32's choice on Hopper
     vLLM bf16     vLLM's own choice for 16-bit experts
 
 All of them run in vLLM's own layer (FusedMoEFactory), with its router, on the same weights; on CUDA in CUDA graphs.

@@ -3,15 +3,14 @@ Called by `python -m benchmarks sharded`; calls load_checkpoint, transformers an
 
     one GPU        load_checkpoint(path, device=...)
     EP all_reduce  tp_size and ep_size are the number of processes: attention and experts in parts
-    EP all_to_all  likewise, with ep_implementation="all_to_all", which waits for sizes in each layer
+    EP all_to_all  the same with ep_implementation="all_to_all", which waits for sizes in each layer
     TP             tp_size alone: each process has a share of the features of all experts
 
-The checkpoint is random, of a model's own sizes with fewer layers, in the page cache. Memory of a load is the most of
-a process beyond that before it: of a GPU what torch had allocated, of the host anonymous memory (files that are mapped
-do not count). A decode step is one token for each text behind a context in a static cache, in a CUDA graph where
-nothing waits for the host. The first layer with experts has to compute what it does on one GPU, for the same rows; of
-the logits of a prompt only the error is reported: a rounding in bfloat16 lets the routers of random weights choose
-other experts.
+The checkpoint is random, of a model's own sizes with fewer layers, in the page cache. Memory of a load is a process's
+peak above the level before it: on a GPU the memory that torch had allocated, on the host anonymous memory (not mapped
+files). A decode step is one token for each text after a context in a static cache, in a CUDA graph if nothing waits for
+the host. The first layer with experts has to give one GPU's result for the same rows. For the logits of a prompt, only
+the error is reported, because roundings in bfloat16 let the routers of random weights choose other experts.
 """
 
 from __future__ import annotations
@@ -122,7 +121,7 @@ def _rows(args: argparse.Namespace, device: torch.device, checkpoint: str) -> li
 
 @torch.no_grad()
 def _layer(model: Any, device: torch.device) -> Tensor:
-    """What the first layer with experts makes of random rows."""
+    """Return the result of the first layer with experts for random rows."""
     name = next(name for name, module in model.named_modules() if isinstance(module, NVFP4Experts))
     block = model.get_submodule(name.rpartition(".")[0])
     rows = torch.randn(1, 256, model.config.hidden_size, generator=torch.Generator().manual_seed(1))

@@ -2,14 +2,14 @@
 Called by `python -m benchmarks training`; calls kernels.select, GroupedMLP, both compilers and benchmarks/harness.
 
     dgrad, wgrad   the gradients of an expert GEMM of bf16 rows, beside torch._grouped_mm(dy, w) and (dy.t(), x)
-    main_grad      the weight's gradient added to a float32 tensor, beside that of torch and add_
+    main_grad      the weight's gradient added to a float32 tensor, beside torch's gradient and add_
     bias           the gradient of a bias (E, N), beside index_add_ of float32 rows; its share of the memory's bandwidth
     activation     SwiGLU times a scale per row and its backward, beside torch's operations; likewise
     step           forward and backward of GroupedMLP, beside three grouped_mm and torch's operations: time, peak memory
     checks         one CUDA graph of forward and backward under other routings, synchronization, bits of bias gradients
 
-Bandwidth is that of a kernel that reads and writes 1 GiB each, in the same run. "even": all experts have as many rows;
-"zipf": the i-th most frequent expert has 1/i of the rows of the first.
+Bandwidth is measured by a kernel that reads and writes 1 GiB each, in the same run. "even": all experts have as many
+rows; "zipf": the i-th most frequent expert has 1/i of the rows of the first.
 """
 
 from __future__ import annotations
@@ -256,7 +256,7 @@ def _activation(shape: MoEShape, rows: int, offsets: Tensor) -> Iterator[Cell]:
 
 
 class ThreeGemms(nn.Module):
-    """The same block by torch's operations: three grouped GEMMs, silu, products."""
+    """Computes the same block by torch's operations: three grouped GEMMs, silu, products."""
 
     def __init__(self, gate: Tensor, up: Tensor, down: Tensor) -> None:
         super().__init__()
@@ -340,7 +340,7 @@ def _step(shape: MoEShape, rows: int, offsets: Tensor) -> Iterator[Cell]:
 
 
 def _checks(shape: MoEShape, rows: int, device: torch.device) -> dict[str, Any]:
-    """What has to hold on a CUDA device; raises RuntimeError where it does not."""
+    """Checks properties on a CUDA device; raises RuntimeError if one does not hold."""
     results: dict[str, Any] = {}
     kernels = training_kernels(device)
     offsets, grad = routed(shape.num_experts, rows, "zipf", device), _random(rows, shape.hidden_size, device=device)

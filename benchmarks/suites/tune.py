@@ -3,8 +3,7 @@ Called by `python -m benchmarks tune` on a machine with a GPU; calls kernels.cud
 
 Every candidate's result is compared with bf16 torch._grouped_mm on the dequantized weights before it is timed. Its time
 is the geometric mean over several random routings, because the number of tiles decides how evenly the blocks share
-them. Entries of other devices, layouts
-and formats stay in the file.
+them. Entries of other devices, layouts and formats stay in the file.
 """
 
 from __future__ import annotations
@@ -81,7 +80,7 @@ def main(argv: Sequence[str]) -> None:
 
 
 def _is_replaced(entry: dict[str, Any], capability: tuple[int, int], args: argparse.Namespace) -> bool:
-    """Whether an entry of the file is of the device, the layouts and the format that were measured."""
+    """True if an entry of the file has the device, a layout and the format that were measured."""
     config = GemmConfig(*entry["config"])
     of_device = tuple(entry["capability"]) == capability
     return of_device and config.layout in args.layouts and config.format == args.format

@@ -158,3 +158,19 @@ def test_calls_that_ran_in_16_bits_are_counted_with_their_reason():
     assert calls.calls == 2
     assert list(calls.in_16_bit.values()) == [1]
     assert "calls: 2; 1 in 16 bits: the forward of an autograd.Function" in str(rewrite_report(compiled))
+
+
+def test_a_graph_that_could_not_be_compiled_is_in_no_report():
+    fails = [True]
+
+    def inner(graph_module, inputs):
+        if fails:
+            raise NotImplementedError(fails.pop())
+        return graph_module.forward
+
+    models = Experts().requires_grad_(False), Experts().requires_grad_(False)
+    compiled = [torch.compile(model, backend="thunder_moe", options={"thunder_moe.inner": inner}) for model in models]
+    with pytest.raises(torch._dynamo.exc.BackendCompilerFailed):
+        compiled[0](ROWS, OFFSETS)
+    compiled[1](ROWS, OFFSETS)
+    assert decisions(compiled[1]) == ["nvfp4"]

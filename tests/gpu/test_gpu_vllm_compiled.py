@@ -38,7 +38,7 @@ def test_compiled(format, tmp_path, monkeypatch):
         check(paths[1], *generated(llm))
     from thunder_moe.integrations.vllm import linears
 
-    monkeypatch.setattr(linears, "why_not_dense", lambda format=None: "of a test")
+    monkeypatch.setattr(linears, "dense_unsupported_reason", lambda format=None: "of a test")
     with engine(paths[0], **COMPILED) as llm:
         (names,) = llm.apply_model(methods_of_attention)
         assert not any("Thunder" in name for name in names)

@@ -105,7 +105,7 @@ class Family(ExpertFamily):
     def match_quantized(self, module):
         return isinstance(module, nn.Identity)
 
-    def obstacle(self, module):
+    def blocker(self, module):
         return "it has no bias" if isinstance(module, nn.Linear) and module.bias is None else None
 
     def weights(self, module):

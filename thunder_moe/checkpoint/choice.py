@@ -1,5 +1,5 @@
-"""`Choice`: which experts and dense layers of a checkpoint the options of convert take, and in which format.
-Made by convert; calls selection for what the options mean, dense_names for routers.
+"""`Choice`: the experts and dense layers of a checkpoint that the options of convert take, with their formats.
+Made by convert; calls selection to parse the options, dense_names for routers.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ class Choice:
 
     Attributes:
         experts: path of each block of experts that may be quantized.
-        dense: path of each dense layer that may be, with its weight; empty without `linears`.
+        dense: path of each dense layer that may be quantized, with its weight; empty without `linears`.
         linears: the option.
-        takes_dense: True: by what the names of `dense` say; False: none; or a function of a path.
+        takes_dense: True: the names of `dense` decide; False: none; or a function of a path.
 
     Raises:
         TypeError: an option is of another type.
@@ -66,11 +66,11 @@ class Choice:
         self.experts: dict[str, ExpertBlock] = dict(checkpoint.fp8_blocks)
         if checkpoint.method in (None, "fp8"):  # in a 4-bit checkpoint, layers were left 16-bit on purpose
             self.experts |= checkpoint.plain_blocks
-        self.dense: dict[str, Module] = _matrices(checkpoint) if linears not in (None, False) else {}
+        self.dense: dict[str, Module] = _dense_candidates(checkpoint) if linears not in (None, False) else {}
         blocks = checkpoint.blocks | checkpoint.plain_blocks | checkpoint.fp8_blocks
         parts = {info.name for block in blocks.values() for info in block.infos()}  # a block is converted as one
         modules = [name.rpartition(".")[0] for name in checkpoint.files.infos if name not in parts]
-        paths = [path for name in (*modules, *blocks, *self.dense, HEAD) for path in _outer(name)]
+        paths = [path for name in (*modules, *blocks, *self.dense, HEAD) for path in _with_parents(name)]
         names = Names(str(checkpoint.path), {path: (path,) for path in paths})
         self._selector, self._format = Selector(names, filter, ignore), format_function(format, names)
         self.takes_dense: bool | Callable[[str], bool] = False
@@ -104,14 +104,14 @@ class Choice:
         return self._format(module, path) if self._selector.declined(module, path) is None else None
 
     def _linear(self, path: str) -> nn.Linear:
-        """Returns what functions are called with in the place of a dense layer of a model."""
+        """Returns an `nn.Linear` on "meta" with the shape of a dense layer, for functions among the options."""
         n, k = self.dense[path].fields["weight"].shape
         with torch.device("meta"):
             return nn.Linear(k, n, bias=False)
 
 
-def _matrices(checkpoint: Checkpoint) -> dict[str, Module]:
-    """Returns the matrices in 16 bits and in FP8 of dense layers, routers and embeddings excepted, by path."""
+def _dense_candidates(checkpoint: Checkpoint) -> dict[str, Module]:
+    """Returns the 16-bit and FP8 matrices of dense layers, without routers and embeddings, by path."""
     experts = {info.name for block in checkpoint.plain_blocks.values() for info in block.infos()}
     names = [name for name in checkpoint.others if name.endswith(".weight") and name not in experts]
     modules = {name.removesuffix(".weight"): Module({"weight": checkpoint.files[name]}) for name in names}
@@ -127,8 +127,8 @@ def _matrices(checkpoint: Checkpoint) -> dict[str, Module]:
     }
 
 
-def _outer(name: str) -> Iterator[str]:
-    """Yields a name and the names of what holds it."""
+def _with_parents(name: str) -> Iterator[str]:
+    """Yields a name and the names of all modules that hold it."""
     while name:
         yield name
         name = name.rpartition(".")[0]

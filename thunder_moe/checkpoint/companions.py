@@ -13,28 +13,29 @@ __all__ = ["copy_companions"]
 
 _LOGGER = logging.getLogger(__name__)
 
-# Weights in any form, and what downloads leave.
+# Endings of weights in any form, and of unfinished downloads.
 _WEIGHTS = (
     ".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".gguf", ".ggml", ".onnx", ".onnx_data", ".npz",
     ".npy", ".pkl", ".tflite", ".ot", ".distcp", ".nemo", ".engine", ".mlmodel",
 )  # fmt: skip
-_LEFTOVERS = (".incomplete", ".unfinished", ".lock", ".tmp")
-# What the conversion writes itself, or what tells of the source's weights.
-_OWN = ("config.json", "hf_quant_config.json", "adapter_config.json")
+_UNFINISHED = (".incomplete", ".unfinished", ".lock", ".tmp")
+# Files that the conversion writes itself, or that describe the source's weights.
+_CONFIGS = ("config.json", "hf_quant_config.json", "adapter_config.json")
 
 
 def copy_companions(source: Path, destination: Path, *, skip: tuple[Path, ...] = ()) -> list[str]:
     """Copies everything of a checkpoint but weights, their indices and configs; hidden files stay behind.
 
-    Subfolders go along unless they hold weights (another form of the model). What exists at the destination stays.
+    Subfolders are copied unless they hold weights (another form of the model). Existing files of the destination stay.
 
     Args:
-        source: directory of the checkpoint; links to files are followed (the hub's cache has them), to folders not.
+        source: directory of the checkpoint. Links to files are followed, as the hub's cache has them; links to folders
+            are not.
         destination: an existing directory.
         skip: directories inside `source` to leave out.
 
     Returns:
-        The paths of what was copied, relative to the destination.
+        The paths of the copied files, relative to the destination.
 
     Raises:
         OSError: a file or a folder cannot be read.
@@ -52,7 +53,7 @@ def copy_companions(source: Path, destination: Path, *, skip: tuple[Path, ...] =
         for name in sorted(names):
             file = here / name
             target = destination / file.relative_to(source)
-            if not _goes_along(name, top=here == source) or target.exists():
+            if not _is_companion(name, top=here == source) or target.exists():
                 continue
             if not file.is_file():
                 _LOGGER.warning("%s is not copied: it is a link to nothing, or no regular file", file)
@@ -71,6 +72,6 @@ def _is_visible(name: str) -> bool:
     return not name.startswith(".") and name != "__pycache__"
 
 
-def _goes_along(name: str, top: bool) -> bool:
-    own = top and name in _OWN
-    return _is_visible(name) and not own and not name.endswith((*_WEIGHTS, *_LEFTOVERS, ".index.json"))
+def _is_companion(name: str, top: bool) -> bool:
+    own = top and name in _CONFIGS
+    return _is_visible(name) and not own and not name.endswith((*_WEIGHTS, *_UNFINISHED, ".index.json"))

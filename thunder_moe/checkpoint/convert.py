@@ -50,8 +50,8 @@ class LayerError:
     Attributes:
         name: path of the experts or of the dense layer.
         gate_up: signal to quantization noise of gate and up in decibels, or of the weight of a dense layer; infinite
-            where the source was NVFP4, MXFP8 or MXFP4 already.
-        down: the same of the down projection; None for a dense layer.
+            if the source was NVFP4, MXFP8 or MXFP4 already.
+        down: the signal to noise of the down projection; None for a dense layer.
         nbytes: of the result.
     """
 
@@ -75,37 +75,36 @@ def convert(
     max_shard_size: int | str = MAX_SHARD_SIZE,
     progress: bool = False,
 ) -> list[LayerError]:
-    """Writes a checkpoint whose experts, and where asked to dense layers, are NVFP4 or MXFP8 in ModelOpt's form;
-    everything else stays unchanged.
+    """Writes a checkpoint with experts, and on request dense layers, in NVFP4 or MXFP8 in ModelOpt's form.
 
-    Experts in 16 bits or FP8 are quantized; those that are NVFP4, MXFP8 or MXFP4 already are copied exactly whatever
-    the `format` (MXFP4 as NVFP4 of the same values), and so are dense layers that are NVFP4 or MXFP8. What else is FP8
-    becomes 16-bit (bfloat16). FP8 is read as DeepSeek has it (blocks of 128 x 128 with weight_scale_inv), and as
-    compressed-tensors and ModelOpt have it. Memory holds one layer, and one shard twice. Tokenizer, code, licence and
-    other files beside the weights are copied, with subfolders that hold no weights.
+    Experts in 16 bits or FP8 are quantized. Experts that are NVFP4, MXFP8 or MXFP4 already are copied exactly, for any
+    `format` (MXFP4 as NVFP4 of the same values), and so are dense layers that are NVFP4 or MXFP8. Other FP8 weights
+    become bfloat16. FP8 is read in the forms of DeepSeek (blocks of 128 x 128 with weight_scale_inv),
+    compressed-tensors and ModelOpt. All other tensors stay unchanged. Memory holds one layer, and one shard twice.
+    Tokenizer, code, licence and other files beside the weights are copied, with subfolders that hold no weights.
 
     Finished shards are kept in ``<destination>.partial`` until the conversion is complete; then the checkpoint is
     renamed. After an interruption (a signal, a full disk) the same call resumes after the last complete shard. An
     invalid source leaves nothing behind.
 
-    `filter`, `ignore`, `linears` and `format` mean what they mean in `quantize_`. The names are those of the
-    checkpoint: experts by their block ("model.layers.0.mlp.experts"), which is converted as one. A function is called
-    with a name, and in the place of the module with an `nn.Linear` without data for a dense layer, with an empty
-    `nn.Module` for experts.
+    `filter`, `ignore`, `linears` and `format` mean what they mean in `quantize_`. They take the checkpoint's names;
+    experts have the name of their block ("model.layers.0.mlp.experts"), which is converted as one. A function gets the
+    name, and as the module an `nn.Linear` without data for a dense layer, or an empty `nn.Module` for experts.
 
     Args:
         source: directory, or the name of a hub model in the local cache.
         destination: a directory that does not exist yet.
-        filter: as in `quantize_`; what it declines stays, or becomes, 16-bit. What is NVFP4, MXFP8 or MXFP4 already is
-            copied all the same, with a warning if patterns decline it; functions are not asked about it.
-        ignore: as in `quantize_`; likewise.
-        linears: True: the dense layers of attention, dense MLPs and shared experts of the decoder, by their names, are
-            quantized, too; not the head, for which other engines have no 4-bit kernel, nor routers. `quantize_` goes by
-            speed on the device at hand instead, and takes the head. Those that read the same rows (q, k and v; gate and
-            up) share a global scale in NVFP4. Patterns or a function: the matrices that they take, but routers and
-            embeddings. None: 16-bit ones stay so, and quantized ones, too. False: quantized ones become 16-bit.
-        format: as in `quantize_`. Engines merge q, k and v, and gate and up, which have to be of one format then.
-        scale_search: as in `nvfp4.quantize`, of weights in NVFP4.
+        filter: as in `quantize_`; modules that it declines stay, or become, 16-bit. NVFP4, MXFP8 and MXFP4 weights are
+            copied nevertheless, with a warning if patterns decline them; functions are not asked about them.
+        ignore: as in `quantize_`; NVFP4, MXFP8 and MXFP4 weights are copied nevertheless.
+        linears: True: the decoder's dense layers of attention, dense MLPs and shared experts, by their names, are
+            quantized, too. The head is not, because other engines have no 4-bit kernel for it, nor are routers.
+            (`quantize_` chooses by speed on the current device instead, and takes the head.) Layers that read the same
+            rows (q, k and v; gate and up) share a global scale in NVFP4. Patterns or a function: the matrices that they
+            take, without routers and embeddings. None: 16-bit and quantized layers stay unchanged. False: quantized
+            layers become 16-bit.
+        format: as in `quantize_`. Engines merge q, k and v, and gate and up, which then have to be of one format.
+        scale_search: as in `nvfp4.quantize`, for weights in NVFP4.
         device: where to quantize.
         max_shard_size: of a file, in bytes or as "5GB".
         progress: show a bar.
@@ -127,9 +126,9 @@ def convert(
     """
     destination, max_bytes = Path(destination).expanduser(), parse_size(max_shard_size)
     require_absent(destination, "destination")
-    # A wrong name is an error before any work.
+    # An unknown name raises before any work.
     check_scale_search(scale_search, [find_format(format).name] if isinstance(format, str) else [])
-    place = _device(device)
+    target_device = _device(device)
     checkpoint = Checkpoint(source, argument="source")
     plan = _plan(checkpoint, Choice(checkpoint, filter=filter, ignore=ignore, linears=linears, format=format))
     if not checkpoint.blocks and not plan.experts and not plan.groups:
@@ -141,7 +140,7 @@ def convert(
     check_scale_search(scale_search, {*plan.formats.values()})
     with open_partial(destination, _job(checkpoint, scale_search, max_bytes, plan)) as partial:
         try:
-            errors = _convert_all(checkpoint, partial, plan, place, progress)
+            errors = _convert_all(checkpoint, partial, plan, target_device, progress)
         except ValueError:
             partial.remove()
             raise
@@ -157,10 +156,10 @@ class _Plan:
     Attributes:
         units: the modules and tensors to convert, in the order of the files.
         experts: path -> 16-bit or FP8 experts to quantize.
-        groups: of dense layers to quantize: path of the first -> all that read the same rows, by their paths.
-        formats: path of each of the experts and the first of each group -> name of the number format.
+        groups: dense layers to quantize: path of the first in a group -> path -> module of all that read the same rows.
+        formats: path of experts, or of the first in a group -> name of the number format.
         decoded: name of an FP8 weight of experts that becomes 16-bit -> its module.
-        kept: paths of the dense layers whose packed weights are copied.
+        copied: paths of the dense layers whose packed weights are copied.
         ignore: the modules that stay or become 16-bit.
     """
 
@@ -169,12 +168,12 @@ class _Plan:
     groups: dict[str, dict[str, Module]]
     formats: dict[str, str]
     decoded: dict[str, Module]
-    kept: frozenset[str]
+    copied: frozenset[str]
     ignore: list[str]
 
 
 def _device(device: torch.device | str) -> torch.device:
-    """The device, which can hold tensors and read them."""
+    """Return the device, after a check that tensors on it can be made and read."""
     try:
         found = torch.device(device)
     except RuntimeError as error:
@@ -188,7 +187,7 @@ def _device(device: torch.device | str) -> torch.device:
 
 
 def _job(checkpoint: Checkpoint, scale_search: str | None, max_bytes: int, plan: _Plan) -> dict[str, Any]:
-    """Return what must be equal to resume an interrupted conversion; another version may quantize differently."""
+    """Return the description of a conversion, which has to be equal to resume it. Versions may quantize differently."""
     from thunder_moe import __version__
 
     files = sorted({info.file for info in checkpoint.files.infos.values()})
@@ -196,7 +195,7 @@ def _job(checkpoint: Checkpoint, scale_search: str | None, max_bytes: int, plan:
     source = str(checkpoint.path.resolve())
     job: dict[str, Any] = {"source": source, "files": stats, "scale_search": scale_search, "max_shard_bytes": max_bytes}
     job["version"] = __version__
-    linears = sorted([*plan.kept, *(path for group in plan.groups.values() for path in group)])
+    linears = sorted([*plan.copied, *(path for group in plan.groups.values() for path in group)])
     job |= {"experts": sorted([*checkpoint.blocks, *plan.experts]), "linears": linears}
     others = {path: name for path, name in sorted(plan.formats.items()) if name != NVFP4.name}
     return job | ({"formats": others} if others else {})
@@ -211,7 +210,7 @@ def _convert_all(
     writer = ShardWriter(partial.checkpoint, job["max_shard_bytes"], partial.state["shards"])
 
     def save_progress() -> None:
-        # A layer counts as done when the next one begins; one that two shards share is computed again.
+        # A layer counts as done when the next one begins; a layer that two shards share is computed again.
         partial.save(done=done, shards=writer.shards, errors=[asdict(error) for error in errors])
 
     writer.on_shard = save_progress
@@ -225,7 +224,7 @@ def _convert_all(
                 if key not in writer:
                     writer.add(key, tensor)
         except RuntimeError as error:
-            # Of main memory torch says it in a plain RuntimeError: "can't allocate memory", "Cannot allocate memory".
+            # Without main memory torch raises a plain RuntimeError: "can't allocate memory", "Cannot allocate memory".
             if not isinstance(error, torch.OutOfMemoryError) and "allocate memory" not in str(error):
                 raise
             reason = str(error).partition("\n")[0]
@@ -241,20 +240,20 @@ def _convert_all(
 def _convert_unit(
     checkpoint: Checkpoint, name: str, plan: _Plan, device: torch.device, scale_search: str | None
 ) -> tuple[Iterator[tuple[str, torch.Tensor]], list[LayerError]]:
-    """(tensors to write, errors) of one of the plan's units."""
+    """Return (tensors to write, errors) of one of the plan's units."""
     if name in checkpoint.blocks:
         weights = checkpoint.read_experts(name)
         found = [LayerError(name, inf, inf, weights.nbytes)]
         return encode(name, weights, checkpoint.layout(name)), found
     if name in plan.experts:
-        form, block = FORMATS[plan.formats[name]], plan.experts[name]
-        result = quantize_experts(checkpoint.floats, block, checkpoint.interleaved, form, device, scale_search)
+        number_format, block = FORMATS[plan.formats[name]], plan.experts[name]
+        result = quantize_experts(checkpoint.floats, block, checkpoint.interleaved, number_format, device, scale_search)
         found = [LayerError(name, result.gate_up_error, result.down_error, result.weights.nbytes)]
         return encode(name, result.weights, checkpoint.layout(name)), found
-    if name in plan.groups or name in plan.kept:
+    if name in plan.groups or name in plan.copied:
         quantized = (
             [(name, checkpoint.read_dense_weight(name), inf)]
-            if name in plan.kept
+            if name in plan.copied
             else quantize_linears(
                 checkpoint.floats, plan.groups[name], FORMATS[plan.formats[name]], device, scale_search
             )
@@ -269,13 +268,13 @@ def _convert_unit(
 
 
 def _plan(checkpoint: Checkpoint, choice: Choice) -> _Plan:
-    first = {name: block.any() for name, block in checkpoint.blocks.items()}
+    first = {name: block.any_info() for name, block in checkpoint.blocks.items()}
     others = set(checkpoint.others)
     formats = choice.formats_of_experts()
     experts = {path: choice.experts[path] for path in formats}
     decoded: dict[str, Module] = {}
     for path, block in experts.items():
-        first[path] = block.any()
+        first[path] = block.any_info()
         others -= {info.name for info in block.infos()}
     for path, block in checkpoint.fp8_blocks.items():
         if path not in experts:
@@ -285,16 +284,16 @@ def _plan(checkpoint: Checkpoint, choice: Choice) -> _Plan:
     formats |= {path: name for path, (name, _) in groups.items()}
     modules = {path: {member: choice.dense[member] for member in members} for path, (_, members) in groups.items()}
     for path, members in modules.items():
-        first[path] = members[path].any()
+        first[path] = members[path].any_info()
         others -= {f"{member}.weight" for member in members}
     grouped = {member for members in modules.values() for member in members}
-    kept = frozenset(name for name in checkpoint.dense if checkpoint.is_4_bit(name) and choice.linears is not False)
-    dense = [name for name in checkpoint.dense if name not in kept and name not in grouped]
+    copied = frozenset(name for name in checkpoint.dense if checkpoint.is_4_bit(name) and choice.linears is not False)
+    dense = [name for name in checkpoint.dense if name not in copied and name not in grouped]
     for name in others | decoded.keys():
         first[name] = checkpoint.files[name]
     plain = [(name, checkpoint.files[name].shape) for name in (*others, *decoded)]
     plain += [(f"{name}.weight", (1, 1)) for name in dense]
-    ignore = ignored_modules(plain, [*kept, *grouped])
+    ignore = ignored_modules(plain, [*copied, *grouped])
     for name, info in checkpoint.dense_infos().items():
         if name not in grouped:
             first[name] = info
@@ -302,4 +301,4 @@ def _plan(checkpoint: Checkpoint, choice: Choice) -> _Plan:
         logger.warning("%d quantized modules that are not experts become bfloat16: %s, ...", len(dense), dense[0])
     order = {name: number for number, name in enumerate(checkpoint.files.infos)}
     units = sorted(first, key=lambda name: order[first[name].name])
-    return _Plan(units, experts, modules, formats, decoded, kept, ignore)
+    return _Plan(units, experts, modules, formats, decoded, copied, ignore)

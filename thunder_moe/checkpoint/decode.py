@@ -1,5 +1,5 @@
 """Decodes the experts of a layer to `ExpertWeights`, from any format.
-Called by reader; calls formats.registry for what reads a module, and files.
+Called by reader; calls formats.registry for the format of a module, and files.
 
 Legend: E experts, N output features, K input features, I intermediate_size, H hidden_size.
 """
@@ -15,7 +15,7 @@ from thunder_moe.checkpoint.files import TensorFiles
 from thunder_moe.checkpoint.formats.interface import FLOATS
 from thunder_moe.checkpoint.formats.registry import format_of
 from thunder_moe.checkpoint.modules import ExpertBlock, Module
-from thunder_moe.checkpoint.part import WHOLE, ExpertsPart
+from thunder_moe.checkpoint.part import UNSHARDED, ExpertsPart
 from thunder_moe.formats.block_format import NVFP4
 from thunder_moe.formats.gate_up import deinterleave
 from thunder_moe.formats.weight import PackedWeight
@@ -24,15 +24,15 @@ __all__ = ["decode_dense", "decode_dense_weight", "decode_experts"]
 
 
 def decode_experts(
-    files: TensorFiles, block: ExpertBlock, interleaved: bool, part: ExpertsPart = WHOLE
+    files: TensorFiles, block: ExpertBlock, interleaved: bool, part: ExpertsPart = UNSHARDED
 ) -> ExpertWeights:
-    """The experts of one layer, on the CPU, in memory of their own.
+    """Return the experts of one layer, on the CPU, as copies.
 
     Args:
         files: where the tensors are.
         block: their names.
         interleaved: the rows of a fused gate_up projection alternate.
-        part: what to read of them. Of ranks that share the features the first one has down's bias, the others zeros.
+        part: the part to read. If ranks share the features, the first has down's bias and the others have zeros.
 
     Raises:
         ValueError: a tensor is missing or has the wrong dtype, shape or values; names file and tensor. Or the ranks
@@ -50,7 +50,7 @@ def decode_experts(
     (n, k), down_size = sizes
     wanted = (k, n // 2 if block.gated else n)
     if down_size != wanted or weights.down.shape[0] != weights.gate_up.shape[0]:
-        (info, *_) = (module.any() for (name, _), module in block.modules.items() if name == "down")
+        (info, *_) = (module.any_info() for (name, _), module in block.modules.items() if name == "down")
         down_shape = (weights.down.shape[0], *down_size)
         raise info.error(
             f"belongs to down projections of shape {down_shape}, gate and up want {(weights.gate_up.shape[0], *wanted)}"
@@ -61,20 +61,20 @@ def decode_experts(
 
 
 def decode_dense(files: TensorFiles, module: Module, dtype: torch.dtype, device: torch.device | str) -> torch.Tensor:
-    """The weight (N, K) of a 4-bit module that is not an expert."""
+    """Return the weight (N, K) of a 4-bit module that is not an expert."""
     return format_of(module).read_dense(files, module, dtype, device)
 
 
 def decode_dense_weight(
     files: TensorFiles, module: Module, device: torch.device | str, part: tuple[int, int, int] | None = None
 ) -> PackedWeight:
-    """The weight (1, N, K) of a packed module that is not an expert, in memory of its own; `part` as in the reader."""
+    """Return a copy of the weight (1, N, K) of a packed module that is not an expert; `part` as in the reader."""
     weight = format_of(module).read_dense_weight(files, module, part)
     return weight.with_tensors(_copied(tensor, device) for tensor in weight.tensors())
 
 
 def _copied(tensor: torch.Tensor, device: torch.device | str) -> torch.Tensor:
-    """A copy; of 8-bit floats as bytes, which every device can."""
+    """Return a copy on a device. 8-bit floats are copied as bytes, which every device supports."""
     if tensor.itemsize > 1:
         return tensor.to(device, copy=True)
     return tensor.view(torch.uint8).to(device, copy=True).view(tensor.dtype)
@@ -83,9 +83,9 @@ def _copied(tensor: torch.Tensor, device: torch.device | str) -> torch.Tensor:
 def _stack(
     files: TensorFiles, block: ExpertBlock, projections: tuple[str, ...], experts: range, part: ExpertsPart
 ) -> tuple[PackedWeight, torch.Tensor | None, tuple[int, int]]:
-    """A part of the stacked rows of these projections: (E, len(projections) * N, K), their biases, and the whole size.
+    """Return a part of the stacked rows of these projections, (E, len(projections) * N, K), their biases, and a size.
 
-    The size is that of all features, (len(projections) * N, K).
+    The size counts the features of all ranks: (len(projections) * N, K).
     """
     form = format_of(block.modules[projections[0], experts[0]])
     first = form.infos(block.modules[projections[0], experts[0]], 2)[0]
@@ -110,7 +110,7 @@ def _stack(
             infos = form.infos(module, 2)
             infos[0].require((first.dtype,), (n, codes), f", as {first.name!r} has")
             at = (index, number)
-            source = files if part.feature_ranks == 1 else form.cut(files, infos, None, [rows], columns)
+            source = files if part.feature_ranks == 1 else form.slice_files(files, infos, None, [rows], columns)
             qdata[at], scale[at], row_scale = form.read(source, infos)
             if row_scale is not None:
                 global_scale[at] = row_scale.reshape(())
@@ -132,7 +132,7 @@ def _stack(
 def _decode_fused(
     files: TensorFiles, block: ExpertBlock, interleaved: bool, part: ExpertsPart
 ) -> tuple[ExpertWeights, tuple[tuple[int, int], tuple[int, int]]]:
-    """One tensor per projection holds all experts. Also returns the whole sizes (N, K) of gate_up and down."""
+    """Decode experts with one tensor per projection; also return the sizes (N, K) of gate_up and down for all ranks."""
     _check_orders(block)
     weights: dict[str, PackedWeight] = {}
     biases: dict[str, torch.Tensor] = {}
@@ -152,7 +152,7 @@ def _decode_fused(
 
 
 def _check_orders(block: ExpertBlock) -> None:
-    """Raises unless the projections of fused experts have the same order of dimensions, which their scales show."""
+    """Raises a ValueError if the scales show that projections of fused experts differ in their order of dimensions."""
     first, down = block.modules.get(("gate_up", None)), block.modules["down", None]
     if first is not None and first.is_mxfp8 and down.is_mxfp8:
         (gate_up, _), (down_info, scale) = (format_of(module).infos(module, 3) for module in (first, down))
@@ -174,7 +174,7 @@ def _check_orders(block: ExpertBlock) -> None:
 def _decode_fused_weight(
     files: TensorFiles, module: Module, name: str, alternates: bool, part: ExpertsPart
 ) -> tuple[PackedWeight, torch.Tensor | None, tuple[int, int]]:
-    """A part of one projection of all experts, (E, N, K), the gate's rows first; its bias, and the size of all."""
+    """Return a part of one projection of all experts, (E, N, K) with gate's rows first, its bias and whole size."""
     form = format_of(module)
     infos = form.infos(module, 3)
     (n, k, k_first), experts = form.sizes(infos, 3), infos[0].shape[0]
@@ -184,14 +184,14 @@ def _decode_fused_weight(
     elif part.feature_ranks > 1:
         halves = 2 if name == "gate_up" else 1
         share = part.features(n // halves, form.block)
-        # Rows of gate and up in turns: those of a share of the features lie together.
+        # Rows of gate and up alternate, so that the rows of a share of the features lie together.
         rows = [slice(2 * share.start, 2 * share.stop)] if alternates else part.rows(n, halves)
-    source = files if part.is_whole else form.cut(files, infos, own, rows, columns)
+    source = files if part.is_unsharded else form.slice_files(files, infos, own, rows, columns)
     qdata, scale, global_scale = form.read(source, infos)
     if k_first:
         qdata, scale = qdata.mT, scale.mT
     if global_scale is None or len(infos) == 2:
-        pass  # none, or made of what was read
+        pass  # there is none, or `form.read` has made it for the rows that were read
     elif global_scale.numel() in (1, experts):
         global_scale = global_scale.reshape(-1).expand(experts)[own]
     elif global_scale.shape == (experts, n):
@@ -208,6 +208,6 @@ def _decode_fused_weight(
         qdata, scale = deinterleave(qdata), deinterleave(scale)
         if global_scale is not None and global_scale.ndim == 2:
             global_scale = deinterleave(global_scale)
-    # Until here views of the mapped file, or one projection at most.
+    # Until here the tensors are views of the mapped file, or one projection at most.
     qdata, scale = (t.clone(memory_format=torch.contiguous_format) for t in (qdata, scale))
     return form.weight(qdata, scale, None if global_scale is None else global_scale.clone()), bias, (n, k)

@@ -1,4 +1,4 @@
-"""The experts of a layer, read or to be written: their weights in one form, and their layout in the checkpoint.
+"""The experts of a layer for reader and writer: their weights in one form, and their layout in the checkpoint.
 Called by all of checkpoint and by integrations; calls formats.weight.
 
 Legend: E experts, I intermediate_size, H hidden_size.
@@ -20,8 +20,8 @@ class ExpertsLayout:
     """The names and the layout of experts in checkpoints of an architecture.
 
     Attributes:
-        fused: one tensor per projection for all experts, K before N, as ModelOpt has those of GPT-OSS and Llama 4. Of
-            Llama 4, and of all others, engines read experts one by one.
+        fused: one tensor per projection for all experts, K before N, like ModelOpt's GPT-OSS and Llama 4. Engines read
+            all architectures but GPT-OSS expert by expert, too.
         interleaved: the rows of the fused gate_up projection alternate (GPT-OSS).
         projections: names of gate, up and down of one expert; not used when fused.
     """
@@ -59,6 +59,6 @@ class ExpertWeights:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all tensors."""
+        """Return the bytes of all tensors."""
         biases = sum(bias.nbytes for bias in (self.gate_up_bias, self.down_bias) if bias is not None)
         return self.gate_up.nbytes + self.down.nbytes + biases

@@ -1,5 +1,5 @@
-"""The safetensors files of a checkpoint: headers, checked against the files before anything is read, then one tensor at
-a time. Called by formats, decode, reader and convert; calls safetensors.
+"""The safetensors files of a checkpoint: checks all headers against the files, then reads one tensor at a time.
+Called by formats, decode, reader and convert; calls safetensors.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _BITS = {
     "BOOL": 8, "U8": 8, "I8": 8, "F8_E4M3": 8, "F8_E5M2": 8, "F8_E8M0": 8, "U16": 16, "I16": 16, "F16": 16, "BF16": 16,
     "U32": 32, "I32": 32, "F32": 32, "U64": 64, "I64": 64, "F64": 64,
 }  # fmt: skip
-# Ends of the names of tensors that are of floating-point numbers in every model.
+# Endings of the names of tensors that are floating-point in every model.
 _FLOAT_NAMES = (".weight", ".bias", "_proj", "_bias", ".sinks")
 # The longest header that safetensors reads.
 _MAX_HEADER = 100_000_000
@@ -54,16 +54,16 @@ class TensorInfo:
     nbytes: int
 
     def error(self, message: str) -> ValueError:
-        """The ValueError about this tensor: names the file and the tensor."""
+        """Return a ValueError that names the file and the tensor."""
         return ValueError(f"{self.file}: tensor {self.name!r} {message}")
 
     def require_float(self) -> None:
-        """Raises for a weight or bias of a 16-bit module, by its name, that is of integers or 8-bit floats."""
+        """Raises a ValueError if a weight or bias of a 16-bit module, by its name, has integers or 8-bit floats."""
         if self.name.endswith(_FLOAT_NAMES) and self.dtype not in ("F64", "F32", "BF16", "F16"):
             raise self.error(f"has dtype {self.dtype}, wanted F32, BF16 or F16 of a weight that is not quantized")
 
     def require(self, dtypes: tuple[str, ...], shape: tuple[int, ...] | None, why: str = "") -> None:
-        """Raises unless the tensor has one of these dtypes and (when given) this shape."""
+        """Raises a ValueError unless the tensor has one of these dtypes and this shape, if it is given."""
         if self.dtype not in dtypes or (shape is not None and self.shape != shape):
             wanted = f"{' or '.join(dtypes)}" + (f" of shape {shape}" if shape is not None else "")
             raise self.error(f"has dtype {self.dtype} and shape {self.shape}, wanted {wanted}{why}")
@@ -104,11 +104,11 @@ class TensorFiles:
         return self.infos[name]
 
     def read(self, name: str, index: tuple[slice, ...] | None = None) -> torch.Tensor:
-        """The tensor on the CPU; a view of the mapped file, so copy what is to be kept or changed.
+        """Return a tensor on the CPU. It is a view of the mapped file: copy it to keep or change it.
 
         Args:
             name: of the tensor.
-            index: of a part of it, in the place of all; nothing else is read.
+            index: of a part; only the part is read. None: the whole tensor.
 
         Raises:
             ValueError: safetensors cannot read it; names file and tensor.
@@ -151,7 +151,7 @@ class TensorFiles:
 
 
 def _check_inside(index: Path, name: str, file: Any) -> None:
-    """Raises unless what an index says of a tensor is the path of a file inside the index's directory."""
+    """Raises a ValueError unless an index names a file inside of its directory for a tensor."""
     if not isinstance(file, str) or not file:
         raise ValueError(f"{index}: names {file!r} for tensor {name!r}, wanted the name of a file")
     posix, windows = PurePosixPath(file), PureWindowsPath(file)
@@ -160,7 +160,7 @@ def _check_inside(index: Path, name: str, file: Any) -> None:
 
 
 def read_headers(files: Iterable[Path]) -> dict[str, TensorInfo]:
-    """The tensors of safetensors files, by name.
+    """Return the tensors of safetensors files, by name.
 
     Raises:
         ValueError: a file is truncated or inconsistent, or a tensor is in two of them.
@@ -183,16 +183,16 @@ def require_inside(files: Iterable[str], directory: Path) -> None:
 
 
 def find_checkpoint(path: str | Path, revision: str | None = None, *, argument: str = "path") -> Path:
-    """The directory of a checkpoint: a path, or the name of a hub model that the local cache holds (no network).
+    """Return the directory of a checkpoint, without network access.
 
     Args:
-        path: of the directory, or the name.
+        path: of the directory, or the name of a hub model in the local cache.
         revision: of the hub model; None: its main one.
         argument: the name of the path in messages.
 
     Raises:
         TypeError: the path is neither a string nor a path.
-        FileNotFoundError: there is neither.
+        FileNotFoundError: there is neither such a directory nor such a model.
     """
     require_type(argument, path, (str, os.PathLike), "a string or a pathlib.Path")
     directory = Path(path).expanduser()
@@ -214,7 +214,7 @@ def find_checkpoint(path: str | Path, revision: str | None = None, *, argument: 
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object from a file.
+    """Read a JSON object from a file.
 
     Raises:
         ValueError: the file holds something else; the message names it.
@@ -229,7 +229,11 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def import_safetensors() -> Any:
-    """The package, or an ImportError that says what to install."""
+    """Import and return the package.
+
+    Raises:
+        ImportError: it is not installed; the message says what to install.
+    """
     try:
         import safetensors.torch
     except ImportError as error:
@@ -238,7 +242,9 @@ def import_safetensors() -> Any:
 
 
 def _read_header(path: Path) -> dict[str, TensorInfo]:
-    """The tensors of a file: 8 bytes of length, a JSON header, then the data, which the tensors fill without a gap."""
+    """Return the tensors of a file by name, after a check of its structure.
+
+    A file has 8 bytes with the length of the header, the JSON header, then data that the tensors fill without a gap."""
     size = path.stat().st_size
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
@@ -246,13 +252,13 @@ def _read_header(path: Path) -> dict[str, TensorInfo]:
             raise ValueError(f"{path}: has {size} bytes, too few for its header: truncated, or no safetensors file")
         if length > _MAX_HEADER:
             raise ValueError(f"{path}: has a header of {length} bytes, wanted at most {_MAX_HEADER}")
-        twice: list[str] = []
+        repeated: list[str] = []
         try:
-            header = json.loads(file.read(length), object_pairs_hook=partial(_note_repeats, twice))
+            header = json.loads(file.read(length), object_pairs_hook=partial(_note_repeats, repeated))
         except (ValueError, RecursionError) as error:
             raise ValueError(f"{path}: has no JSON header: no safetensors file") from error
-    if twice:
-        raise ValueError(f"{path}: {twice[0]!r} is twice in the header, wanted once")
+    if repeated:
+        raise ValueError(f"{path}: {repeated[0]!r} is twice in the header, wanted once")
     if not isinstance(header, dict):
         raise ValueError(f"{path}: has no JSON header: no safetensors file")
     header.pop("__metadata__", None)
@@ -277,7 +283,7 @@ def _read_header(path: Path) -> dict[str, TensorInfo]:
 
 
 def _header_entry(path: Path, name: str, entry: Any) -> tuple[str, tuple[int, ...], int, int]:
-    """(dtype, shape, first byte of the data, byte behind the last one) of a tensor."""
+    """Return (dtype, shape, first byte of the data, byte behind the last one) of a tensor."""
     try:
         dtype, shape, (start, end) = entry["dtype"], entry["shape"], entry["data_offsets"]
     except (KeyError, TypeError, ValueError) as error:
@@ -288,11 +294,11 @@ def _header_entry(path: Path, name: str, entry: Any) -> tuple[str, tuple[int, ..
     return dtype, tuple(shape), start, end
 
 
-def _note_repeats(twice: list[str], pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Build a JSON object; note keys that it has twice, since json takes the last one silently."""
+def _note_repeats(repeated: list[str], pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Build a JSON object and collect repeated keys, where json silently takes the last value."""
     found: dict[str, Any] = {}
     for name, value in pairs:
         if name in found:
-            twice.append(name)
+            repeated.append(name)
         found[name] = value
     return found

@@ -1,4 +1,4 @@
-"""The weights that a conversion quantizes or writes in 16 bits: 16-bit ones as they are, FP8 ones decoded.
+"""Reads the weights that a conversion quantizes or writes in 16 bits: 16-bit weights unchanged, FP8 weights decoded.
 Called by convert, quantize_experts and quantize_linears; calls formats.fp8 and files.
 """
 
@@ -22,14 +22,14 @@ class FloatWeights:
 
     Attributes:
         files: where the tensors are.
-        fp8: how FP8 ones are scaled; None: there are none.
+        fp8: the scaling of FP8 weights; None: there are none.
     """
 
     files: TensorFiles
     fp8: FP8 | None
 
     def info(self, module: Module) -> TensorInfo:
-        """The weight's tensor, whose module is complete and has the right dtypes.
+        """Return the weight's tensor, after a check that its module is complete and has the right dtypes.
 
         Raises:
             ValueError: names file and tensor.
@@ -41,7 +41,7 @@ class FloatWeights:
         return info
 
     def read(self, module: Module, device: torch.device | str = "cpu") -> torch.Tensor:
-        """The weight as the file has it, or decoded to float32; may be a view of the mapped file.
+        """Return the weight in the file's dtype, or decoded to float32 if it is FP8; may be a view of the mapped file.
 
         Raises:
             ValueError: a tensor is missing, has the wrong dtype or shape, or NaN in FP8; names file and tensor.

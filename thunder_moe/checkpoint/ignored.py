@@ -1,8 +1,8 @@
-"""The modules of a checkpoint that stay in 16 bits, as engines want them listed: those not listed they build in 4 bits.
-Called by writer, convert and integrations.huggingface; calls dense_names for what engines merge.
+"""Lists the 16-bit modules of a checkpoint for engines, which build all modules that are not listed in 4 bits.
+Called by writer, convert and integrations.huggingface; calls dense_names for the linears that engines merge.
 
-Engines ask by the name of a module of theirs: for a linear, or the linears that they merge into one; for all experts of
-a layer at once; and for the head, which they have even where the file has none, because its weight is tied.
+Engines look up the names of their own modules: of a linear, or of the linears that they merge into one; of all experts
+of a layer at once; and of the head, which they have even if its weight is tied and the file has none.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from thunder_moe.dense_names import READ_TOGETHER
 
-__all__ = ["apart", "ignored_modules"]
+__all__ = ["ignored_modules", "merge_conflicts"]
 
 HEAD = "lm_head"
 _EXPERTS = re.compile(r"((?:.+\.)?experts)\.")
@@ -21,7 +21,7 @@ _BESIDE = re.compile(r"(.+\.)(input_linear|output_linear)\.weight")
 
 
 def ignored_modules(plain: Iterable[tuple[str, Sequence[int]]], quantized: Collection[str] = ()) -> list[str]:
-    """The paths for ``ignore`` of config.json and ``exclude_modules`` of hf_quant_config.json, sorted.
+    """Return the paths for ``ignore`` of config.json and ``exclude_modules`` of hf_quant_config.json, sorted.
 
     Args:
         plain: (name, shape) of the tensors that are not 4-bit, by their names in the checkpoint.
@@ -42,17 +42,17 @@ def ignored_modules(plain: Iterable[tuple[str, Sequence[int]]], quantized: Colle
     return sorted(modules)
 
 
-def apart(ignored: Collection[str], scales: Mapping[str, float | None]) -> list[str]:
-    """Return the linears that engines merge into one, but that differ in precision or global scale here.
+def merge_conflicts(ignored: Collection[str], scales: Mapping[str, float | None]) -> list[str]:
+    """Return messages about linears that engines merge into one, and that differ in precision or global scale.
 
     Args:
         ignored: paths of 16-bit modules.
-        scales: path of each NVFP4 module that is not an expert -> its global scale; of each MXFP8 one -> None.
+        scales: path of each NVFP4 module that is not an expert -> its global scale; of each MXFP8 module -> None.
 
     Returns:
-        For each such linear the paths of its parts and why, "x.q_proj and x.k_proj have ...".
+        A message for each group of such linears, "x.q_proj and x.k_proj have ...".
     """
-    found = []
+    conflicts = []
     for names in READ_TOGETHER:
         stems = {path.removesuffix(own) for path in scales if (own := path.rpartition(".")[2]) in names}
         for stem in sorted(stems):
@@ -61,9 +61,9 @@ def apart(ignored: Collection[str], scales: Mapping[str, float | None]) -> list[
             if any(path in ignored for path in mixed):
                 own_bits = {4 if scales[path] is not None else 8 for path in mixed if path in scales}
                 bits = " and of ".join(map(str, sorted({*own_bits, 16})))
-                found.append(f"{' and '.join(mixed)} are of {bits} bits, which engines refuse")
+                conflicts.append(f"{' and '.join(mixed)} are of {bits} bits, which engines refuse")
             elif len({scales[path] is None for path in mixed}) > 1:
-                found.append(f"{' and '.join(mixed)} are in NVFP4 and in MXFP8, which engines refuse")
+                conflicts.append(f"{' and '.join(mixed)} are in NVFP4 and in MXFP8, which engines refuse")
             elif len({scales[path] for path in mixed}) > 1:
-                found.append(f"{' and '.join(mixed)} have several global scales, of which engines take the largest")
-    return found
+                conflicts.append(f"{' and '.join(mixed)} have several global scales, of which engines take the largest")
+    return conflicts

@@ -1,7 +1,7 @@
-"""The modules of a checkpoint: its tensors sorted by their names into experts of layers, quantized modules and others.
+"""Sorts the tensors of a checkpoint by their names into experts of layers, quantized modules and others.
 Called by formats, decode, reader and quantize_experts; calls files for names, dtypes and shapes, and reads no tensor.
 
-Every format names the tensors of an expert's projection or of a Linear ``<module>.<field>``, or those of all experts
+Every format names the tensors of an expert's projection or of a Linear ``<module>.<field>``, and tensors of all experts
 ``<experts>.<projection>_<field>``. `sort_modules` maps both to a `Module` with its fields.
 """
 
@@ -31,23 +31,23 @@ INTERLEAVED_MODEL_TYPES = ("gpt_oss",)
 # Scales of 4-bit activations and of the key-value cache, which stay 16-bit here.
 ACTIVATION_FIELDS = ("input_scale", "input_global_scale", "activation_scale")
 CACHE_FIELDS = ("k_scale", "v_scale")
-# Scales of an FP8 weight; all multiply, "weight_scale_inv" and "scale_inv" (of all experts), too.
+# Scales of an FP8 weight. All of them multiply, "weight_scale_inv" and "scale_inv" (of all experts), too.
 FP8_SCALE_FIELDS = ("weight_scale_inv", "weight_scale", "scale_inv", "scale")
-# Scales of an MXFP8 weight, as ModelOpt and compressed-tensors name them, and as MiniMax and transformers do (the last
-# is of all experts).
+# Scales of an MXFP8 weight: ModelOpt's and compressed-tensors' name, then the names of MiniMax and transformers (the
+# last one for all experts).
 MXFP8_SCALE_FIELDS = ("weight_scale", "weight_scale_inv", "scale_inv")
-# Of a module with adapters beside its weight, as thunder_moe.finetune.lora stores them.
+# The field by which thunder_moe.finetune.lora stores a module's adapters beside its weight.
 ADAPTERS_FIELD = "lora_specs"
-# Fields that only quantized modules have; a module of fused experts also "blocks" (MXFP4).
+# Fields that only quantized modules have; for modules of fused experts also "blocks" (MXFP4).
 QUANTIZED_FIELDS = ("weight_packed", "weight_scale", "weight_scale_2", "weight_global_scale")
-# The checkpoint's name of a projection -> ours.
+# The checkpoint's name of a projection -> its name here.
 PROJECTIONS = {
     "gate_proj": "gate", "up_proj": "up", "down_proj": "down", "gate_up_proj": "gate_up",
     "w1": "gate", "w3": "up", "w2": "down", "input_linear": "gate_up", "output_linear": "down",
 }  # fmt: skip
 _EXPERT = re.compile(r"((?:.+\.)?experts)\.(\d+)\.(\w+)\.(\w+)")
 _FUSED = re.compile(r"((?:.+\.)?experts)\.(gate_up_proj|gate_proj|up_proj|down_proj)(?:[_.](\w+))?")
-# Granite's experts have no module of their own; it is called as in the model: "...block_sparse_moe.experts".
+# Granite's checkpoints name no module of experts; it gets its name in the model, "...block_sparse_moe.experts".
 _GRANITE = re.compile(r"((?:.+\.)?block_sparse_moe)\.(input_linear|output_linear)\.(\w+)")
 
 
@@ -57,7 +57,7 @@ class Module:
 
     Attributes:
         fields: field, as the checkpoint names it -> tensor.
-        fused: of one projection of all experts.
+        fused: True for the tensors of one projection of all experts.
     """
 
     fields: dict[str, TensorInfo] = field(default_factory=dict)
@@ -65,25 +65,25 @@ class Module:
 
     @property
     def is_quantized(self) -> bool:
-        """True if the tensors are of a quantized weight."""
+        """True if the weight is quantized, by its fields and dtypes."""
         weight = self.fields.get("weight")
         low = weight is not None and weight.dtype in ("U8", "F8_E4M3")
         return low or not self.fields.keys().isdisjoint(QUANTIZED_FIELDS) or (self.fused and "blocks" in self.fields)
 
     @property
     def mxfp8_scale_field(self) -> str:
-        """The field of the scales of an MXFP8 weight, which both names mean alike."""
+        """Return the name that this module has for the scales of an MXFP8 weight."""
         return next((field for field in MXFP8_SCALE_FIELDS if field in self.fields), MXFP8_SCALE_FIELDS[0])
 
     @property
     def is_mxfp8(self) -> bool:
-        """True if the weight is MXFP8: FP8 with a scale for each 32 along K, which is a power of two, in a byte."""
+        """True if the weight is MXFP8: FP8 with a power-of-two scale in one byte for each 32 weights along K."""
         weight, scale = self.fields.get("weight"), self.fields.get(self.mxfp8_scale_field)
         if weight is None or scale is None or weight.dtype != "F8_E4M3":
             return False
         size, (*others, last) = MXFP8.block_size, weight.shape or (0,)
         fits = [(*others, last // size)]
-        if len(others) == 2:  # of all experts, K ahead of N
+        if len(others) == 2:  # all experts, K ahead of N
             fits.append((others[0], others[1] // size, last))
         return scale.dtype == "U8" or (scale.dtype == "F8_E8M0" and scale.shape in fits)
 
@@ -92,22 +92,22 @@ class Module:
         """True if the weight is FP8 with other scales than MXFP8's."""
         return "weight" in self.fields and self.fields["weight"].dtype == "F8_E4M3" and not self.is_mxfp8
 
-    def any(self) -> TensorInfo:
-        """Any tensor of the module, to name in an error."""
+    def any_info(self) -> TensorInfo:
+        """Return any tensor of the module, to name in an error."""
         return next(iter(self.fields.values()))
 
     def require(self, *fields: str) -> list[TensorInfo]:
-        """The tensors of these fields.
+        """Return the tensors of these fields.
 
         Raises:
-            ValueError: one is missing, or there are fields that would change the weight and are not understood.
+            ValueError: one is missing, or the module has other fields, which may change the weight.
         """
         for name, info in self.fields.items():
             if name not in (*fields, "bias", *ACTIVATION_FIELDS, *CACHE_FIELDS):
                 raise info.error(f"is not understood: wanted {', '.join(fields)} alone to decode its module")
         for name in fields:
             if name not in self.fields:
-                beside = next((self.fields[other] for other in fields if other in self.fields), self.any())
+                beside = next((self.fields[other] for other in fields if other in self.fields), self.any_info())
                 raise beside.error(f"has no {name!r} beside it, which decodes it")
         return [self.fields[name] for name in fields]
 
@@ -119,7 +119,7 @@ class ExpertBlock:
     Attributes:
         name: their module path in the checkpoint, such as "model.layers.0.mlp.experts".
         modules: ("gate", "up", "down" or "gate_up"; expert) -> tensors. Expert None: one tensor for all experts.
-        projections: our name of a projection -> the checkpoint's.
+        projections: our name of a projection -> the checkpoint's name.
     """
 
     name: str
@@ -138,27 +138,27 @@ class ExpertBlock:
 
     @property
     def gated(self) -> bool:
-        """There is a gate beside the up projection."""
+        """True if there is a gate beside the up projection."""
         return any(part in ("gate", "gate_up") for part, _ in self.modules)
 
     @property
     def is_fused(self) -> bool:
-        """One tensor holds all experts."""
+        """True if one tensor per projection holds all experts."""
         return all(expert is None for _, expert in self.modules)
 
     def infos(self) -> list[TensorInfo]:
-        """All tensors of the block."""
+        """Return all tensors of the block."""
         return [info for module in self.modules.values() for info in module.fields.values()]
 
-    def any(self) -> TensorInfo:
-        """Any tensor of the block, to name in an error."""
-        return next(iter(self.modules.values())).any()
+    def any_info(self) -> TensorInfo:
+        """Return any tensor of the block, to name in an error."""
+        return next(iter(self.modules.values())).any_info()
 
     def experts(self) -> range:
-        """The numbers of the experts.
+        """Return the numbers of the experts; empty if they are fused.
 
         Raises:
-            ValueError: a projection of an expert is missing, or quantized and 16-bit ones are mixed.
+            ValueError: a projection of an expert is missing, or projections differ in their number format.
         """
         parts = {part for part, _ in self.modules}
         numbers = {expert for _, expert in self.modules if expert is not None}
@@ -174,17 +174,25 @@ class ExpertBlock:
                 if module is None:
                     raise self._error(f"lacks {self.projections[part]} of expert {expert} of {count}")
                 if module.is_quantized != self.is_quantized:
-                    raise module.any().error(f"belongs to {self.name}, where some weights are quantized and others not")
+                    raise module.any_info().error(
+                        f"belongs to {self.name}, where some weights are quantized and others not"
+                    )
                 if module.is_mxfp8 != most_are_mxfp8:
-                    raise module.any().error(f"belongs to {self.name}, where some weights are MXFP8 and others not")
+                    raise module.any_info().error(
+                        f"belongs to {self.name}, where some weights are MXFP8 and others not"
+                    )
                 if module.is_fp8 != self.is_fp8:
-                    raise module.any().error(f"belongs to {self.name}, where some weights are FP8 and others not")
+                    raise module.any_info().error(f"belongs to {self.name}, where some weights are FP8 and others not")
         return range(count)
 
     def layout(self, interleaved: bool) -> ExpertsLayout:
-        """Return how this block is written; `interleaved`: the rows of the model's fused gate_up projection alternate.
+        """Return the layout that this block is written in.
 
-        Fused ones are written per expert, which all engines read, but those with alternating rows, which none does.
+        Fused experts are written per expert, which all engines read. Alternating rows stay fused, because no engine
+        reads them per expert.
+
+        Args:
+            interleaved: the rows of the model's fused gate_up projection alternate.
         """
         if self.is_fused:
             alternates = interleaved and "gate_up" in self.projections
@@ -196,7 +204,7 @@ class ExpertBlock:
         """True if fused projections are stored as (E, in_features, out_features), from their shapes."""
         down = self.modules["down", None].fields
         if "blocks" in down:
-            return True  # in the model; MXFP4 files have K last
+            return True  # in the model; files in MXFP4 have K last
         first = self.modules.get(("gate_up", None)) or self.modules["up", None]
         if "weight_scale" in down and "weight" in down:  # the scales are an eighth of the bytes along in_features
             return down["weight"].shape[1] == 8 * down["weight_scale"].shape[1]
@@ -206,13 +214,13 @@ class ExpertBlock:
             k_first = up_shape == (down_shape[1], parts * down_shape[0])
             n_first = up_shape == (parts * down_shape[1], down_shape[0])
             if k_first and n_first:
-                raise first.any().error(f"has dimensions {up_shape}, which may be (in, out) or (out, in) features")
+                raise first.any_info().error(f"has dimensions {up_shape}, which may be (in, out) or (out, in) features")
             if k_first or n_first:
                 return k_first
-        raise first.any().error(f"has dimensions {up_shape}, which do not fit the down projection's {down_shape}")
+        raise first.any_info().error(f"has dimensions {up_shape}, which do not fit the down projection's {down_shape}")
 
     def _error(self, message: str) -> ValueError:
-        return ValueError(f"{self.any().file}: module {self.name!r} {message}")
+        return ValueError(f"{self.any_info().file}: module {self.name!r} {message}")
 
 
 @dataclass

@@ -1,4 +1,4 @@
-"""`ExpertsPart`: what one rank has of the experts of a layer, and what that means for the tensors of a checkpoint.
+"""`ExpertsPart`: the part of a layer's experts that one rank has, and the slices of a checkpoint's tensors for it.
 Called by decode, reader and integrations; calls files.
 
 Legend: E experts, I intermediate_size, N output features, K input features.
@@ -14,7 +14,7 @@ import torch
 from thunder_moe.checkpoint.files import TensorFiles
 from thunder_moe.formats.layouts import BLOCK_SIZE
 
-__all__ = ["WHOLE", "CutFiles", "ExpertsPart"]
+__all__ = ["UNSHARDED", "ExpertsPart", "SlicedFiles"]
 
 Index = tuple[slice, ...]
 
@@ -23,14 +23,14 @@ Index = tuple[slice, ...]
 class ExpertsPart:
     """Whole experts (expert parallelism) or a part of each (tensor parallelism), or both.
 
-    Ranks have equal shares, in their order. Of the intermediate features each rank has those of gate and of up apart,
-    and the same ones of down's input.
+    Ranks have equal shares, in their order. A share of the intermediate features is the same range of gate's rows, of
+    up's rows and of down's columns.
 
     Attributes:
-        expert_rank: which share of the experts.
-        expert_ranks: of how many.
-        feature_rank: which share of the intermediate features.
-        feature_ranks: of how many.
+        expert_rank: index of this rank's share of the experts.
+        expert_ranks: number of these shares.
+        feature_rank: index of this rank's share of the intermediate features.
+        feature_ranks: number of these shares.
     """
 
     expert_rank: int = 0
@@ -39,14 +39,14 @@ class ExpertsPart:
     feature_ranks: int = 1
 
     @property
-    def is_whole(self) -> bool:
+    def is_unsharded(self) -> bool:
         return self.expert_ranks == self.feature_ranks == 1
 
     def experts(self, count: int) -> slice:
         """Return this part's range of `count` experts.
 
         Raises:
-            ValueError: the ranks cannot share them evenly.
+            ValueError: the number of ranks does not divide the number of experts.
         """
         if count % self.expert_ranks:
             raise ValueError(
@@ -58,7 +58,7 @@ class ExpertsPart:
         """Return this part's range of `size` intermediate features.
 
         Raises:
-            ValueError: a share would not be whole blocks of `block` features, which have one scale.
+            ValueError: a share would split a block of `block` features, which have one scale.
         """
         if size % (self.feature_ranks * block):
             raise ValueError(
@@ -68,7 +68,9 @@ class ExpertsPart:
         return _share(size, self.feature_rank, self.feature_ranks)
 
     def rows(self, n: int, parts: int) -> list[slice]:
-        """Rows of the first projection, which stacks `parts` (gate and up, or up alone), part by part."""
+        """Return the slices of the first projection's `n` rows for this rank.
+
+        The projection stacks `parts` weights (gate and up, or up alone); the result has a slice for each."""
         if self.feature_ranks == 1:
             return [slice(0, n)]
         size = n // parts
@@ -76,25 +78,25 @@ class ExpertsPart:
         return [slice(part * size + own.start, part * size + own.stop) for part in range(parts)]
 
 
-WHOLE = ExpertsPart()
+UNSHARDED = ExpertsPart()
 
 
-class CutFiles:
-    """`TensorFiles` with some tensors cut: only this part of them is read.
+class SlicedFiles:
+    """`TensorFiles` that reads only slices of some tensors.
 
     Args:
         files: the files.
-        cuts: name of a tensor -> pieces of it, which are stacked along a dimension -> that dimension.
+        slices: name of a tensor -> indices of its slices, and the dimension to concatenate them along.
     """
 
-    def __init__(self, files: TensorFiles, cuts: Mapping[str, tuple[list[Index], int]]) -> None:
-        self.files, self.cuts = files, cuts
+    def __init__(self, files: TensorFiles, slices: Mapping[str, tuple[list[Index], int]]) -> None:
+        self.files, self.slices = files, slices
 
     def read(self, name: str) -> torch.Tensor:
-        """Read a tensor, as `TensorFiles.read`, cut to this part."""
-        if name not in self.cuts:
+        """Read a tensor like `TensorFiles.read`, or its slices."""
+        if name not in self.slices:
             return self.files.read(name)
-        indices, dim = self.cuts[name]
+        indices, dim = self.slices[name]
         pieces = [self.files.read(name, index) for index in indices]
         return pieces[0] if len(pieces) == 1 else torch.cat([piece.view(torch.uint8) for piece in pieces], dim)
 

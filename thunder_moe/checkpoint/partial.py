@@ -1,8 +1,8 @@
-"""The working directory of a conversion beside its destination: locked, resumed, and renamed when all is written.
+"""The working directory of a conversion beside its destination: locked, resumed, and renamed when it is complete.
 Called by convert; calls files, scratch and writer.
 
-``<destination>.partial`` holds progress.json and the directory "checkpoint", which becomes the destination. Checksums
-(CRC-32) of progress.json's content and of each finished shard tell at the next run what was damaged meanwhile.
+``<destination>.partial`` holds progress.json and the directory "checkpoint", which becomes the destination. The next
+run detects damage by checksums (CRC-32) of progress.json's content and of each finished shard.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ __all__ = ["PartialCheckpoint", "open_partial"]
 logger = logging.getLogger(__name__)
 
 PROGRESS_NAME = "progress.json"
-_PIECE = 1 << 24
+_READ_BYTES = 1 << 24
 
 
 @dataclass
@@ -35,9 +35,9 @@ class PartialCheckpoint:
     """A checkpoint that is being written.
 
     Attributes:
-        destination: what it becomes.
+        destination: the path of the complete checkpoint.
         directory: the working directory.
-        state: what was done: "job", "done", "shards", "errors".
+        state: the progress: "job", "done", "shards", "errors".
     """
 
     destination: Path
@@ -46,11 +46,11 @@ class PartialCheckpoint:
 
     @property
     def checkpoint(self) -> Path:
-        """The directory of the checkpoint's files."""
+        """Return the directory of the checkpoint's files."""
         return self.directory / "checkpoint"
 
     def save(self, **state: Any) -> None:
-        """Notes what was done, and the checksums of new shards."""
+        """Saves the progress, with the checksums of new shards."""
         self.state |= state
         for number, shard in enumerate(self.state["shards"]):
             if "crc32" not in shard:
@@ -58,19 +58,19 @@ class PartialCheckpoint:
         write_json(self.directory / PROGRESS_NAME, {"state": self.state, "crc32": _checksum_of(self.state)})
 
     def shard(self, number: int) -> Path:
-        """The file of a finished shard, by the name that it has now."""
+        """Return the current path of a finished shard."""
         part, final = shard_paths(self.checkpoint, number, len(self.state["shards"]))
         return final if final.is_file() else part
 
     def remove(self) -> None:
-        """Removes everything."""
+        """Removes the working directory."""
         shutil.rmtree(self.directory)
 
     def finish(self) -> None:
-        """Renames the checkpoint, which is complete.
+        """Renames the complete checkpoint to its destination.
 
         Raises:
-            FileExistsError: the destination has come into being meanwhile.
+            FileExistsError: the destination exists by now.
         """
         require_absent(self.destination, "destination")
         os.rename(self.checkpoint, self.destination)
@@ -79,14 +79,14 @@ class PartialCheckpoint:
 
 @contextmanager
 def open_partial(destination: Path, job: dict[str, Any]) -> Iterator[PartialCheckpoint]:
-    """The working directory, new or left by an interrupted run; no other conversion can open it meanwhile.
+    """Open the working directory, new or of an interrupted run; no other conversion can open it meanwhile.
 
     Args:
         destination: a path that does not exist.
-        job: what must be the same to resume; JSON.
+        job: description of the conversion, in JSON; an interrupted run resumes if its own is equal.
 
     Raises:
-        FileExistsError: another conversion is at work there, or it holds another job.
+        FileExistsError: another conversion has the directory open, or it holds another job.
         ValueError: progress.json or a finished shard was damaged; names the file and what to do.
     """
     directory = destination.with_name(f"{destination.name}.partial")
@@ -115,7 +115,7 @@ def open_partial(destination: Path, job: dict[str, Any]) -> Iterator[PartialChec
             logger.info("%s: resuming after %d modules", directory, len(state["done"]))
         partial.save()
         partial.checkpoint.mkdir(exist_ok=True)
-        _tidy(partial)
+        _remove_unfinished(partial)
         yield partial
 
 
@@ -139,16 +139,16 @@ def _checksum_of(state: dict[str, Any]) -> int:
 
 
 def _checksum(file: Path) -> int:
-    """The CRC-32 of a file, read in pieces (7 GB/s from memory)."""
+    """Return the CRC-32 of a file, read in pieces (7 GB/s from memory)."""
     checksum = 0
     with file.open("rb") as content:
-        while piece := content.read(_PIECE):
+        while piece := content.read(_READ_BYTES):
             checksum = zlib.crc32(piece, checksum)
     return checksum
 
 
-def _tidy(partial: PartialCheckpoint) -> None:
-    """Removes what an interrupted run left beside its shards: half-written files of ours and of safetensors, copies."""
+def _remove_unfinished(partial: PartialCheckpoint) -> None:
+    """Removes files that an interrupted run left beside its shards: half-written ones, and copied companions."""
     shards = partial.state["shards"]
     kept = {path for number in range(len(shards)) for path in shard_paths(partial.checkpoint, number, len(shards))}
     for entry in list(partial.checkpoint.iterdir()):
@@ -162,10 +162,10 @@ def _tidy(partial: PartialCheckpoint) -> None:
 
 @contextmanager
 def _locked(directory: Path) -> Iterator[None]:
-    """Creates a directory if need be, and holds its lock, which ends with the process, however that ends.
+    """Creates a directory if necessary, and holds its lock, which the system releases when the process ends.
 
     Raises:
-        FileExistsError: another process, or another thread, has it, or a link or a file is there.
+        FileExistsError: another process or thread holds the lock, or the path is a link or a file.
     """
     if directory.is_symlink() or (directory.exists() and not directory.is_dir()):
         raise FileExistsError(

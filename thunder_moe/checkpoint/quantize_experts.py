@@ -24,12 +24,12 @@ __all__ = ["Noise", "QuantizedExperts", "quantize_experts", "quantize_tensor"]
 
 @dataclass(frozen=True)
 class QuantizedExperts:
-    """The result for one layer.
+    """The quantized experts of one layer.
 
     Attributes:
         weights: on the CPU.
         gate_up_error: signal to quantization noise in decibels, of gate and up.
-        down_error: the same of the down projection.
+        down_error: signal to quantization noise in decibels, of the down projection.
     """
 
     weights: ExpertWeights
@@ -53,7 +53,7 @@ class Noise:
             self.noise += (dequantize(one, torch.float32)[0] - exact).double().square().sum().item()
 
     def decibels(self) -> float:
-        """Signal to noise, infinite without noise."""
+        """Return the signal to noise, infinite without noise."""
         return 10 * log10(self.signal / self.noise) if self.signal and self.noise else inf
 
 
@@ -61,7 +61,7 @@ def quantize_experts(
     floats: FloatWeights,
     block: ExpertBlock,
     interleaved: bool,
-    form: NumberFormat,
+    number_format: NumberFormat,
     device: torch.device | str,
     scale_search: str | None,
 ) -> QuantizedExperts:
@@ -73,7 +73,7 @@ def quantize_experts(
         floats: where the weights are.
         block: their names.
         interleaved: the rows of a fused gate_up projection alternate.
-        form: the number format.
+        number_format: the number format.
         device: where to quantize.
         scale_search: as in `nvfp4.quantize`.
 
@@ -86,10 +86,10 @@ def quantize_experts(
     for parts in (first, ("down",)):
         noise = Noise()
         if block.is_fused:
-            packed = [_fused(floats, block, part, form, device, scale_search, noise) for part in parts]
+            packed = [_fused(floats, block, part, number_format, device, scale_search, noise) for part in parts]
             weight = PackedWeight.concatenate(*packed)
         else:
-            weight = _per_expert(floats, block, parts, experts, form, device, scale_search, noise)
+            weight = _per_expert(floats, block, parts, experts, number_format, device, scale_search, noise)
         bias = _bias(floats, block, parts, weight, experts)
         if interleaved and parts == ("gate_up",):
             rows = (deinterleave(t.view(torch.uint8)).view(t.dtype) for t in (weight.qdata, weight.scale))
@@ -99,7 +99,7 @@ def quantize_experts(
     (gate_up, gate_up_bias, gate_up_error), (down, down_bias, down_error) = results
     wanted = (gate_up.shape[0], gate_up.shape[2], gate_up.shape[1] // (2 if block.gated else 1))
     if down.shape != wanted:
-        (info, *_) = (module.any() for (part, _), module in block.modules.items() if part == "down")
+        (info, *_) = (module.any_info() for (part, _), module in block.modules.items() if part == "down")
         raise info.error(f"belongs to down projections of shape {down.shape}, gate and up want {wanted}")
     return QuantizedExperts(ExpertWeights(gate_up, down, gate_up_bias, down_bias), gate_up_error, down_error)
 
@@ -109,12 +109,12 @@ def _per_expert(
     block: ExpertBlock,
     parts: tuple[str, ...],
     experts: range,
-    form: NumberFormat,
+    number_format: NumberFormat,
     device: torch.device | str,
     scale_search: str | None,
     noise: Noise,
 ) -> PackedWeight:
-    """(E, len(parts) * N, K): these projections one below the other, with one global scale per expert."""
+    """Return these projections stacked, (E, len(parts) * N, K), with one global scale per expert."""
     first = floats.info(block.modules[parts[0], 0])
     packed = []
     for expert in experts:
@@ -124,63 +124,66 @@ def _per_expert(
             wanted = first.shape if len(first.shape) == 2 else (0, 0)
             info.require((*FLOATS, "F8_E4M3"), wanted, f", as {first.name!r} has")
         weight = torch.cat([floats.read(module, device) for module in modules])[None]
-        packed.append(quantize_tensor(weight, infos, form, scale_search))
+        packed.append(quantize_tensor(weight, infos, number_format, scale_search))
         noise.add(weight, packed[-1])
         packed[-1] = packed[-1].to("cpu")
-    return packed[0].with_tensors(joined(each, 0) for each in zip(*(one.tensors() for one in packed), strict=True))
+    by_field = zip(*(expert.tensors() for expert in packed), strict=True)
+    return packed[0].with_tensors(joined(tensors, 0) for tensors in by_field)
 
 
 def _fused(
     floats: FloatWeights,
     block: ExpertBlock,
     part: str,
-    form: NumberFormat,
+    number_format: NumberFormat,
     device: torch.device | str,
     scale_search: str | None,
     noise: Noise,
 ) -> PackedWeight:
-    """(E, N, K) of one projection that is stored as one tensor."""
+    """Return one projection (E, N, K) that is stored as one tensor."""
     module = block.modules[part, None]
     info = floats.info(module)
     weight = floats.read(module, device)
     weight = weight.mT if block.k_first() else weight
-    packed = quantize_tensor(weight, [info], form, scale_search)
+    packed = quantize_tensor(weight, [info], number_format, scale_search)
     noise.add(weight, packed)
     return packed.to("cpu")
 
 
 def quantize_tensor(
-    weight: torch.Tensor, infos: list[TensorInfo], form: NumberFormat, scale_search: str | None
+    weight: torch.Tensor, infos: list[TensorInfo], number_format: NumberFormat, scale_search: str | None
 ) -> PackedWeight:
-    """`quantize` of a format, with errors that name the tensor, of those that have the same rows each of (1, N, K).
+    """Quantize a weight; errors name the tensor in the file.
 
     Args:
         weight: (E, N, K).
-        infos: of the tensors that its rows are from.
-        form: the number format.
+        infos: the tensors that its rows are from; several only if E is 1.
+        number_format: the number format.
         scale_search: for weights in NVFP4.
     """
     try:
-        packed: PackedWeight = form.quantize(weight, scale_search=scale_search if form.name == NVFP4.name else None)
+        packed: PackedWeight = number_format.quantize(
+            weight, scale_search=scale_search if number_format.name == NVFP4.name else None
+        )
         return packed
     except ValueError as error:
-        begin, found = 0, infos[0]
+        begin, bad_info = 0, infos[0]
         for info in infos if len(infos) > 1 else []:
             rows = weight[0, begin : (begin := begin + info.shape[0])]
             if not bool(torch.isfinite(rows).all()):
-                found = info
+                bad_info = info
                 break
         bad = [expert for expert, rows in enumerate(weight) if not bool(torch.isfinite(rows).all())]
         if not bad:
-            raise found.error(f"cannot be quantized: {error}") from error
-        which = f" in experts {bad[:8]}" if len(weight) > 1 else ""  # else the tensor's name says which
-        raise found.error(f"cannot be quantized: got NaN or Inf{which}, wanted finite values") from error
+            raise bad_info.error(f"cannot be quantized: {error}") from error
+        which = f" in experts {bad[:8]}" if len(weight) > 1 else ""  # a single expert is in the tensor's name
+        raise bad_info.error(f"cannot be quantized: got NaN or Inf{which}, wanted finite values") from error
 
 
 def _bias(
     floats: FloatWeights, block: ExpertBlock, parts: tuple[str, ...], weight: PackedWeight, experts: range
 ) -> torch.Tensor | None:
-    """(E, N) in the order of the weight's rows, or None."""
+    """Return the bias (E, N) in the order of the weight's rows; None if there is none."""
     modules = [block.modules[part, expert] for expert in (experts or [None]) for part in parts]
     infos = [module.fields["bias"] for module in modules if "bias" in module.fields]
     if not infos:

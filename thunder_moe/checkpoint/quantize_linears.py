@@ -1,6 +1,5 @@
-"""Quantizes the dense layers of a checkpoint, 16-bit or FP8: which ones; in NVFP4 those that read the same rows with
-one global scale. Called by convert; calls dense_names for what names say, float_weights to read, quantize_experts for
-the error.
+"""Groups and quantizes the 16-bit or FP8 dense layers of a checkpoint; in NVFP4 a group shares one global scale.
+Called by convert; calls dense_names to recognize layers, float_weights to read, quantize_experts for the error.
 """
 
 from __future__ import annotations
@@ -22,13 +21,12 @@ __all__ = ["linear_groups", "quantize_linears"]
 def linear_groups(
     modules: dict[str, Module], linears: bool | Callable[[str], bool], format_of: Callable[[str], str | None]
 ) -> dict[str, tuple[str, tuple[str, ...]]]:
-    """The modules to quantize: path of the first one of a group -> number format, and paths of all that read the same
-    rows, which in NVFP4 share a global scale.
+    """Return the modules to quantize, in groups that read the same rows: first path -> number format, all paths.
 
     Args:
         modules: path -> matrix; neither experts nor routers.
-        linears: True: those of attention, dense MLPs and shared experts of the decoder, by their names, whose
-            in_features are blocks of their format. Or a function of a path that is True for those to take.
+        linears: True: the decoder's layers of attention, dense MLPs and shared experts, by their names, whose
+            in_features are whole blocks of their format. Or a function of a path that returns True for those to take.
         format_of: a path -> the name of a format, or None for a module that stays 16-bit.
     """
     paths: dict[str, tuple[str, int]] = {}
@@ -59,11 +57,14 @@ def linear_groups(
 def quantize_linears(
     floats: FloatWeights,
     modules: dict[str, Module],
-    form: NumberFormat,
+    number_format: NumberFormat,
     device: torch.device | str,
     scale_search: str | None,
 ) -> list[tuple[str, PackedWeight, float]]:
-    """(path, weight (1, N, K) on the CPU, signal to noise in decibels) of modules, which in NVFP4 get one global scale.
+    """Quantize modules, in NVFP4 with one global scale.
+
+    Returns:
+        (path, weight (1, N, K) on the CPU, signal to noise in decibels) of each.
 
     Raises:
         ValueError: a weight cannot be quantized; names file and tensor.
@@ -71,7 +72,9 @@ def quantize_linears(
     infos = [floats.info(module) for module in modules.values()]
     weights = [floats.read(module, device) for module in modules.values()]
     dtype = weights[0].dtype if len({weight.dtype for weight in weights}) == 1 else torch.float32
-    packed = quantize_tensor(torch.cat([weight.to(dtype) for weight in weights])[None], infos, form, scale_search)
+    packed = quantize_tensor(
+        torch.cat([weight.to(dtype) for weight in weights])[None], infos, number_format, scale_search
+    )
     results, begin = [], 0
     for path, weight in zip(modules, weights, strict=True):
         part = packed.rows(slice(begin, begin := begin + weight.shape[0]))

@@ -1,5 +1,5 @@
-"""Reads NVFP4, MXFP8 and MXFP4 checkpoints: `Checkpoint` gives the experts of a layer as packed weights, dense modules
-as these or in 16 bits, and all other tensors as they are.
+"""Reads NVFP4, MXFP8 and MXFP4 checkpoints: `Checkpoint` returns the experts of a layer as packed weights, dense
+modules packed or in 16 bits, and all other tensors unchanged.
 Called by integrations.huggingface and convert; calls files, formats.registry, modules and decode.
 
 Pipeline: headers -> tensor names sorted into modules -> per layer: tensors of its experts copied to one packed weight.
@@ -28,7 +28,7 @@ from thunder_moe.checkpoint.formats.registry import (
     is_fp8_alone,
 )
 from thunder_moe.checkpoint.modules import CACHE_FIELDS, Module, is_interleaved, sort_modules
-from thunder_moe.checkpoint.part import WHOLE, ExpertsPart
+from thunder_moe.checkpoint.part import UNSHARDED, ExpertsPart
 from thunder_moe.formats.block_format import BlockFormat
 from thunder_moe.formats.weight import PackedWeight
 from thunder_moe.progress import progress_bar
@@ -47,7 +47,7 @@ class Checkpoint:
 
     Args:
         path: a directory, or the name of a hub model that the local cache holds.
-        interleaved: the rows of fused gate_up projections alternate; None: as the config's model_type has it.
+        interleaved: the rows of fused gate_up projections alternate; None: the config's model_type decides.
         argument: the name of the path in messages.
 
     Attributes:
@@ -61,8 +61,8 @@ class Checkpoint:
         others: names of the other tensors, without the scales of a quantized key-value cache.
 
     Raises:
-        FileNotFoundError: no checkpoint there.
-        ValueError: a truncated or inconsistent file, or a quantization that is not read here; names file and tensor.
+        FileNotFoundError: the path has no checkpoint.
+        ValueError: a truncated or inconsistent file, or an unsupported quantization; names file and tensor.
     """
 
     def __init__(self, path: str | Path, *, interleaved: bool | None = None, argument: str = "path") -> None:
@@ -82,8 +82,8 @@ class Checkpoint:
         quantized = {path: block for path, block in modules.experts.items() if block.is_quantized}
         self.blocks = {path: block for path, block in quantized.items() if not block.is_fp8}
         self._dense = modules.dense
-        # Blocks of experts in 16 bits, whose tensors are among the others as well, and in FP8: a caller may want to
-        # quantize them, reading from `floats`.
+        # 16-bit blocks of experts, whose tensors are in `others`, too, and FP8 blocks. A conversion quantizes them from
+        # `floats`.
         self.plain_blocks = {path: block for path, block in modules.experts.items() if not block.is_quantized}
         self.fp8_blocks = {path: block for path, block in quantized.items() if block.is_fp8}
         self.floats = FloatWeights(self.files, fp8)
@@ -112,7 +112,7 @@ class Checkpoint:
         return {**self.blocks, **self.plain_blocks, **self.fp8_blocks}[name].layout(self.interleaved)
 
     def require_4_bit_experts(self) -> None:
-        """Raises a ValueError for experts in FP8, which only a conversion reads: names one of their tensors."""
+        """Raises a ValueError that names a tensor if experts are FP8, which only a conversion reads."""
         for block in self.fp8_blocks.values():
             info = next(module for module in block.modules.values() if module.is_fp8).fields["weight"]
             raise info.error(
@@ -120,15 +120,17 @@ class Checkpoint:
             )
 
     def fp8_dense(self) -> dict[str, Module]:
-        """The modules of `dense` that are FP8."""
+        """Return the modules of `dense` that are FP8."""
         return {name: module for name, module in self._dense.items() if module.is_fp8}
 
     def dense_infos(self) -> dict[str, TensorInfo]:
-        """For each of `dense`, one of its tensors."""
-        return {name: module.any() for name, module in self._dense.items()}
+        """Return one tensor of each module of `dense`."""
+        return {name: module.any_info() for name, module in self._dense.items()}
 
-    def read_experts(self, name: str, device: torch.device | str = "cpu", part: ExpertsPart = WHOLE) -> ExpertWeights:
-        """Read the experts of one layer, by their path; of a `part`, nothing else is read.
+    def read_experts(
+        self, name: str, device: torch.device | str = "cpu", part: ExpertsPart = UNSHARDED
+    ) -> ExpertWeights:
+        """Read the experts of one layer, by their path, or only a part of them.
 
         Raises:
             ValueError: a tensor is missing or has the wrong dtype or shape; names file and tensor. Or the ranks of
@@ -137,7 +139,7 @@ class Checkpoint:
         return decode_experts(self.files, self.blocks[name], self.interleaved, part).to(device)
 
     def is_4_bit(self, name: str) -> bool:
-        """True if one of `dense` is 4-bit, so that `read_dense_weight` reads it; in FP8 it is not."""
+        """True if a module of `dense` is packed, for `read_dense_weight`; False if it is FP8."""
         return not self._dense[name].is_fp8
 
     def number_format(self, name: str) -> BlockFormat:
@@ -148,12 +150,12 @@ class Checkpoint:
     def read_dense_weight(
         self, name: str, device: torch.device | str = "cpu", part: tuple[int, int, int] | None = None
     ) -> PackedWeight:
-        """The weight (1, N, K) of a 4-bit module that is not an expert, by its path, as it is.
+        """Return the packed weight (1, N, K) of a module that is not an expert, by its path.
 
         Args:
             name: its path.
-            device: to read it to.
-            part: (dim, index, count): one of `count` equal parts along dim 1 or 2, of which alone is read.
+            device: of the result.
+            part: (dim, index, count): reads only one of `count` equal parts along dim 1 or 2.
 
         Raises:
             ValueError: as `read_experts`.
@@ -163,7 +165,7 @@ class Checkpoint:
     def read_dense(
         self, name: str, dtype: torch.dtype = torch.bfloat16, device: torch.device | str = "cpu"
     ) -> torch.Tensor:
-        """The dequantized weight (N, K) of a quantized module that is not an expert, by its path."""
+        """Return the dequantized weight (N, K) of a quantized module that is not an expert, by its path."""
         module = self._dense[name]
         if module.is_fp8:
             return self.floats.read(module, device).to(dtype)
@@ -181,12 +183,12 @@ class Checkpoint:
         linears: bool = True,
         progress: bool = False,
     ) -> Iterator[tuple[str, ExpertWeights | PackedWeight | torch.Tensor]]:
-        """Yields everything, file by file; one layer at a time is in memory besides what the caller keeps.
+        """Yields all modules and tensors, file by file, with one layer at a time in memory.
 
         Args:
             dtype: of dense modules that are dequantized.
-            device: of all, or a function of the name.
-            linears: whether 4-bit dense modules stay so; else they are dequantized.
+            device: of all results, or a function of the name.
+            linears: True: packed dense modules stay packed. False: they are dequantized.
             progress: show a bar.
 
         Yields:
@@ -197,15 +199,15 @@ class Checkpoint:
         place = device if callable(device) else lambda _: device
         reads: list[tuple[TensorInfo, str, Callable[[], ExpertWeights | PackedWeight | torch.Tensor]]] = []
         for path, block in self.blocks.items():
-            reads.append((block.any(), path, partial(self.read_experts, path, place(path))))
+            reads.append((block.any_info(), path, partial(self.read_experts, path, place(path))))
         dequantized = 0
         for path, module in self._dense.items():
             name = f"{path}.weight"
             if linears and not module.is_fp8:
-                reads.append((module.any(), path, partial(self.read_dense_weight, path, place(name))))
+                reads.append((module.any_info(), path, partial(self.read_dense_weight, path, place(name))))
                 continue
             dequantized += 1
-            reads.append((module.any(), name, partial(self.read_dense, path, dtype, place(name))))
+            reads.append((module.any_info(), name, partial(self.read_dense, path, dtype, place(name))))
         for name in self.others:
             reads.append((self.files[name], name, partial(self.read, name, place(name))))
         if dequantized:
@@ -217,11 +219,11 @@ class Checkpoint:
         self.files.close()
 
     def _check_methods(self, quantized: list[Module]) -> None:
-        """Raises unless the tensors of quantized modules are of the form that the config names."""
+        """Raises a ValueError if the tensors of a quantized module are not of the form that the config names."""
         for module in quantized:
             if not module.is_quantized:
                 continue
-            info = module.any()
+            info = module.any_info()
             if self.method is None:
                 raise info.error("is quantized, but neither config.json nor hf_quant_config.json says how")
             if module.is_mxfp8:

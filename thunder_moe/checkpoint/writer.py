@@ -1,7 +1,7 @@
 """Writes checkpoints in ModelOpt's form, which vLLM, SGLang and TensorRT-LLM read: shards, index, configs.
 Called by integrations.huggingface and convert; calls formats.modelopt to encode, scratch and safetensors.
 
-A checkpoint is written beside its place and moved there when whole, so that a path never holds half of one.
+A checkpoint is written beside its path and renamed when it is complete, so that the path never holds half of one.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from thunder_moe.checkpoint.experts import ExpertsLayout, ExpertWeights
 from thunder_moe.checkpoint.files import INDEX_NAME, SINGLE_NAME, TensorFiles, import_safetensors
 from thunder_moe.checkpoint.formats.modelopt import MODELOPT
 from thunder_moe.checkpoint.formats.registry import format_of
-from thunder_moe.checkpoint.ignored import apart, ignored_modules
+from thunder_moe.checkpoint.ignored import ignored_modules, merge_conflicts
 from thunder_moe.checkpoint.modules import sort_modules
 from thunder_moe.formats.weight import PackedWeight
 from thunder_moe.scratch import remove_leftovers, scratch_directory
@@ -43,8 +43,8 @@ class ShardWriter:
 
     Attributes:
         directory: an existing one.
-        max_bytes: a shard is written before it would exceed this; a larger tensor has one of its own.
-        shards: what was written: for each shard the names of its tensors and their bytes.
+        max_bytes: a shard is written before it would exceed this; a larger tensor gets a shard of its own.
+        shards: the written shards: names and bytes of their tensors.
         on_shard: called after each shard.
     """
 
@@ -62,10 +62,10 @@ class ShardWriter:
         return name in self._names
 
     def add(self, name: str, tensor: torch.Tensor) -> None:
-        """Takes a copy of a tensor to write; writes the shard that is full.
+        """Collects a copy of a tensor; writes the shard first if it would become too large.
 
         Raises:
-            ValueError: the name was there already.
+            ValueError: the name was added already.
         """
         if name in self._names:
             raise ValueError(f"tensors: got {name!r} twice")
@@ -79,7 +79,7 @@ class ShardWriter:
         self._names.add(name)
 
     def flush(self) -> None:
-        """Writes what was collected as one shard; the file appears whole or not at all."""
+        """Writes the collected tensors as one shard; the file appears complete or not at all."""
         if not self._pending:
             return
         path, _ = shard_paths(self.directory, len(self.shards), 1)
@@ -114,7 +114,7 @@ class ShardWriter:
 
 
 def shard_paths(directory: Path, number: int, count: int) -> tuple[Path, Path]:
-    """(while the others are being written, in the end) the file of a shard of `count`."""
+    """Return the temporary and the final file of one of `count` shards."""
     name = SINGLE_NAME if count == 1 else f"model-{number + 1:05}-of-{count:05}.safetensors"
     return directory / f"part-{number:05}.safetensors", directory / name
 
@@ -133,21 +133,21 @@ def write_checkpoint(
 
     Args:
         path: a directory that does not exist yet.
-        config: for config.json; what it says of a quantization is replaced.
-        tensors: (name, tensor) as they are, (path, ExpertWeights) of blocks of experts and (path, PackedWeight) of
-            dense layers; taken one by one.
-        layout: how the architecture lays out experts; per expert when None.
+        config: for config.json; its quantization_config is replaced.
+        tensors: (name, tensor) to write unchanged, (path, ExpertWeights) of blocks of experts and (path, PackedWeight)
+            of dense layers; taken one by one.
+        layout: of experts in checkpoints of the architecture; None: per expert.
         max_shard_size: of a file, in bytes or as "5GB".
         extra: text of further files by name.
-        companions: directory of another checkpoint, whose files but for weights and configs go along.
+        companions: directory of another checkpoint, whose files are copied, without weights and configs.
 
     Returns:
         The directory.
 
     Raises:
         FileExistsError: the path exists.
-        ValueError: invalid max_shard_size, weights that the layout cannot hold, or with NaN (names the tensor). Nothing
-            is left behind then.
+        ValueError: max_shard_size is not valid, the layout cannot hold the weights, or weights have NaN (names the
+            tensor). Nothing is left behind then.
     """
     path, max_bytes, layout = Path(path).expanduser(), parse_size(max_shard_size), layout or ExpertsLayout()
     require_absent(path)
@@ -179,7 +179,7 @@ def write_checkpoint(
 def encode(
     name: str, value: torch.Tensor | ExpertWeights | PackedWeight, layout: ExpertsLayout | None = None
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """The tensors of a file for one of those that `write_checkpoint` takes.
+    """Yield the (name, tensor) pairs of a file for a pair that `write_checkpoint` takes.
 
     Raises:
         ValueError: a packed weight has NaN, which readers refuse; names the tensor.
@@ -197,10 +197,10 @@ def encode(
 
 
 def write_configs(directory: Path, config: dict[str, Any], ignore: list[str]) -> None:
-    """config.json and hf_quant_config.json; warns where engines merge what is not alike.
+    """Write config.json and hf_quant_config.json; warn of linears that engines merge and that differ.
 
     Args:
-        directory: where to; the weights are there already.
+        directory: of the checkpoint, with its weights.
         config: of the model.
         ignore: modules with a 16-bit weight, from `ignored_modules`.
     """
@@ -230,12 +230,12 @@ def write_configs(directory: Path, config: dict[str, Any], ignore: list[str]) ->
     if fused:
         words = "%s and %d more have a global scale for each expert, which only this package and its vLLM plugin read"
         logger.warning(words, fused[0], len(fused) - 1)
-    for words in apart(ignore, scales):
+    for words in merge_conflicts(ignore, scales):
         logger.warning("elsewhere the results will differ: %s", words)
 
 
 def write_json(path: Path, value: dict[str, Any]) -> None:
-    """A JSON file that appears whole or not at all; an error leaves nothing beside an earlier one."""
+    """Write a JSON file that appears complete or not at all; an error leaves an earlier file unchanged."""
     unfinished = path.with_name(f"{path.name}.unfinished")
     try:
         unfinished.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
@@ -249,7 +249,7 @@ def write_json(path: Path, value: dict[str, Any]) -> None:
 
 
 def parse_size(size: int | str) -> int:
-    """Bytes of a size such as 1000, "500MB" or "5GB".
+    """Return the bytes of a size such as 1000, "500MB" or "5GB".
 
     Raises:
         ValueError: it cannot be parsed, or is not positive.
@@ -266,7 +266,7 @@ def parse_size(size: int | str) -> int:
 
 
 def require_absent(path: Path, argument: str = "path") -> None:
-    """Raises FileExistsError when a path exists, or is a link to nothing: nothing is overwritten."""
+    """Raises a FileExistsError if a path exists, also as a link to nothing: nothing is overwritten."""
     if os.path.lexists(path):
         raise FileExistsError(f"{argument}: {path} exists already; remove it or choose another")
 

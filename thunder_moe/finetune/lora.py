@@ -1,7 +1,7 @@
 """Add LoRA adapters to experts, quantized or not, and to quantized dense layers; switch and remove them.
-Called by users, lora_merge and integrations.huggingface.lora; calls nn.lora for the modules.
+Called by users, merge and integrations.huggingface.lora; calls nn.lora for the modules.
 
-add_lora_(model) -> train -> lora_merge.merge_lora_, or keep the adapters beside the weights
+add_lora_(model) -> train -> merge.merge_lora_, or keep the adapters beside the weights
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from thunder_moe.nn.lora import (
     NVFP4LoRALinearPart,
     read_record,
 )
-from thunder_moe.quantization.replaceable import has_hook, has_own_forward, impure
+from thunder_moe.quantization.replaceable import has_hook, has_own_forward, instance_customization
 from thunder_moe.selection import Names, Selection, Selector, require_matches, select
 from thunder_moe.training import GroupedMLP, NVFP4GroupedMLP, ScaledSwiGLU
 
 __all__ = [
+    "ADAPTER_ATTRIBUTES",
     "DTYPES",
-    "STATE",
     "Model",
     "add_by_name_",
     "add_lora_",
@@ -46,10 +46,10 @@ __all__ = [
     "require_lora",
     "require_names",
     "restore_adapters_",
+    "restore_base_class",
     "scaling_of",
     "set_class",
     "stored_adapters",
-    "strip",
     "use_lora_",
     "weight_of",
 ]
@@ -63,12 +63,12 @@ _WITH_LORA: dict[type[nn.Module], type[LoRALinear]] = {
     NVFP4LinearPart: NVFP4LoRALinearPart,
 }
 _BASE = {lora: base for base, lora in _WITH_LORA.items()}
-STATE = ("lora_A", "lora_B", "lora_specs", "lora_joined", "lora_by_peft", "lora_merged", "lora_unmerged")
-_CHOOSE = "filter and linears (of dense layers), patterns or functions of a module and its name"
-# PEFT's name of an argument -> ours.
-_NAMES = {
+ADAPTER_ATTRIBUTES = ("lora_A", "lora_B", "lora_specs", "lora_joined", "lora_by_peft", "lora_merged", "lora_unmerged")
+_SELECTION_HINT = "filter and linears (of dense layers), patterns or functions of a module and its name"
+# PEFT's name of an argument -> the name of ours, or what replaces it.
+_PEFT_NAMES = {
     "r": "rank", "lora_alpha": "alpha", "lora_dropout": "dropout", "use_rslora": "rslora", "adapter_name": "adapter",
-    "target_modules": _CHOOSE, "target_parameters": _CHOOSE,
+    "target_modules": _SELECTION_HINT, "target_parameters": _SELECTION_HINT,
 }  # fmt: skip
 _SHARES = (None, "A", "B")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -93,28 +93,28 @@ def add_lora_(
 ) -> Model:
     """Add a LoRA adapter to the linears of experts, in place: per expert A (r, K) and B (N, r) = 0 beside the weight.
 
-    Each `NVFP4GroupedLinear` and `GroupedLinear` gets one, wherever it is: in this package's modules, and in experts of
-    transformers' models once `quantize_` has been called. It becomes a `NVFP4LoRAGroupedLinear` or
-    `LoRAGroupedLinear`, whose parameters ``lora_A.<adapter>`` (E, r, K) and ``lora_B.<adapter>`` (E, N, r) are in the
-    state dict. The products run as grouped GEMMs in the dtype of the activations. Compile afterwards.
+    Each `NVFP4GroupedLinear` and `GroupedLinear` gets one, in this package's modules, and in experts of transformers'
+    models once `quantize_` has been called. It becomes a `NVFP4LoRAGroupedLinear` or `LoRAGroupedLinear`, whose
+    parameters ``lora_A.<adapter>`` (E, r, K) and ``lora_B.<adapter>`` (E, N, r) are in the state dict. The products
+    run as grouped GEMMs in the dtype of the activations. Compile afterwards.
 
     Args:
         model: any module that holds such linears.
         rank: r.
-        alpha: B (A x) is multiplied by alpha / rank; not 0, with which an adapter would add nothing and learn nothing.
+        alpha: B (A x) is multiplied by alpha / rank. Not 0: the adapter would add nothing and learn nothing.
         dropout: of A's input in training.
-        filter: which linears of experts, and which of the dense layers of `linears`, get an adapter; None: all. A
-            pattern, a list of patterns, or a function of a linear and its name, as in `quantize_`.
-        linears: 4-bit dense layers (of ``quantize_(linears=...)``) get adapters too, A (1, r, K) and B (1, N, r): all
-            of them, or those that patterns or a function name.
+        filter: the linears of experts, and the dense layers of `linears`, that get an adapter; None: all. A pattern, a
+            list of patterns, or a function of a linear and its name, as in `quantize_`.
+        linears: True: 4-bit dense layers (of ``quantize_(linears=...)``) get adapters too, A (1, r, K) and B (1, N, r).
+            Patterns or a function: the dense layers that they name.
         rslora: the factor is alpha / sqrt(rank) instead.
-        share: "A" or "B": the experts of a linear have one in common, (1, r, K) or (1, N, r).
-        split_gate_up: where one weight has the rows of gate and up, each has an adapter of its own: A (E, 2r, K), of
-            which B's upper half has the first r and its lower half the others.
+        share: "A" or "B": the experts of a linear share this matrix, (1, r, K) or (1, N, r).
+        split_gate_up: gate and up get separate adapters where one weight has the rows of both: A (E, 2r, K). The first
+            r rows of A belong to B's upper half, the others to its lower half.
         dtype: of the parameters.
         adapter: a name; the new adapter becomes the only active one.
-        freeze: parameters that are no adapter's get ``requires_grad=False``. PEFT's adapters (names with "lora_", and
-            "modules_to_save") stay as they are.
+        freeze: all other parameters get ``requires_grad=False``. PEFT's adapters (names with "lora_", and
+            "modules_to_save") stay unchanged.
 
     Returns:
         The same model.
@@ -123,11 +123,11 @@ def add_lora_(
         ValueError: no such linears, or all declined; a rank, alpha, dropout, share, dtype or adapter name that is not
             valid, a name that is taken, a weight on the "meta" device, adapters that are merged anywhere in the model.
             The model is unchanged then.
-        TypeError: `filter` or `linears` is of another type; an argument that there is not, which the message translates
-            from PEFT's name.
+        TypeError: `filter` or `linears` is of another type, or an argument is unknown. The message translates PEFT's
+            names.
     """
     for name in unknown:
-        remedy = f"{_NAMES[name]}, " if name in _NAMES else ""
+        remedy = f"{_PEFT_NAMES[name]}, " if name in _PEFT_NAMES else ""
         raise TypeError(f"add_lora_: got the argument {name!r}, wanted {remedy}or get_peft_model for a LoraConfig")
     require_module(model)
     scaling = scaling_of(rank, alpha, rslora)
@@ -139,7 +139,7 @@ def add_lora_(
         require_matches("filter", filter, names, adaptable, "linear for an adapter")
         require_matches("linears", linears, names, adaptable, "linear for an adapter")
     chosen: dict[str, Any] = {}
-    left: list[str] = []
+    skipped: list[str] = []
     for name, module in model.named_modules():
         if not is_adaptable(module):
             continue
@@ -147,17 +147,18 @@ def add_lora_(
             continue
         if takes.declined(module, name) is not None:
             continue
-        reason = _obstacle(module)
+        reason = _adapter_blocker(module)
         if reason is not None:
-            left.append(f"{name}: {reason}")
+            skipped.append(f"{name}: {reason}")
             continue
         chosen[name] = module
     if not chosen:
         why = (
-            "; ".join(left) or "none there, all declined by the filter, or 16-bit experts of transformers: quantize_ it"
+            "; ".join(skipped)
+            or "none there, all declined by the filter, or 16-bit experts of transformers: quantize_ it"
         )
         raise ValueError(f"model: found no linear of experts for an adapter in {type(model).__name__} ({why})")
-    for reason in left:
+    for reason in skipped:
         _LOGGER.warning("no adapter: %s", reason)
     parents = {id(child): parent for parent in model.modules() for child in parent.children()}
     specs = {
@@ -175,7 +176,7 @@ def add_by_name_(
     model: nn.Module, specs: Mapping[str, LoRASpec], adapter: str, share: str | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> None:  # fmt: skip
-    """Add an adapter to the linears of these names, to all or to none; it becomes the only active one of the model.
+    """Add an adapter to the named linears, and make it the model's only active one. An error adds it to none of them.
 
     Raises:
         ValueError: a linear can get no adapter, or has one of that name; adapters are merged; an option is not valid.
@@ -184,7 +185,7 @@ def add_by_name_(
     linears: dict[str, Any] = {name: model.get_submodule(name) for name in specs}
     for name, linear in linears.items():
         _check_options(specs[name].dropout, share, dtype, adapter)
-        if (reason := _obstacle(linear)) is not None:
+        if (reason := _adapter_blocker(linear)) is not None:
             raise ValueError(f"model: {name} can get no adapter: {reason}")
         if isinstance(linear, LoRALinear) and adapter in linear.lora_specs:
             raise ValueError(f"adapter: got {adapter!r}, which {name!r} has, wanted another name")
@@ -192,17 +193,17 @@ def add_by_name_(
             raise ValueError(f"share: got {share!r} at {name!r}, whose experts several processes share, wanted None")
     try:
         for name, linear in linears.items():
-            _add(linear, specs[name], share, dtype, adapter)
+            _add_adapter(linear, specs[name], share, dtype, adapter)
     except BaseException:  # no memory, or an interruption
         for linear in lora_linears(model).values():
-            _drop(linear, adapter)
+            _remove_adapter(linear, adapter)
         raise
     for linear in lora_linears(model).values():
         linear.lora_active = (adapter,) if adapter in linear.lora_specs else ()
 
 
 def freeze_others_(model: nn.Module) -> None:
-    """Make all parameters but those of adapters, of PEFT's too, untrainable."""
+    """Make all parameters untrainable but adapters' parameters, PEFT's too."""
     for name, parameter in model.named_parameters():
         if "lora_" not in name and "modules_to_save" not in name:
             parameter.requires_grad_(False)
@@ -214,7 +215,7 @@ def use_lora_(model: Model, adapters: str | Sequence[str] | None) -> Model:
     Linears that lack a named adapter run without it. Compiled models compile again.
 
     Raises:
-        ValueError: a name that no linear has or that is there twice, or merged adapters; the model is unchanged then.
+        ValueError: no linear has the name, a name is given twice, or adapters are merged; the model is unchanged then.
     """
     wanted = (adapters,) if isinstance(adapters, str) else tuple(adapters or ())
     linears = require_lora(model)
@@ -226,23 +227,23 @@ def use_lora_(model: Model, adapters: str | Sequence[str] | None) -> Model:
 
 
 def is_adaptable(module: nn.Module) -> bool:
-    """Return whether it is a linear for which there are adapters."""
+    """True for a linear that can have adapters by its class."""
     return isinstance(module, GroupedLinear | NVFP4GroupedLinear) or is_dense(module)
 
 
 def is_dense(module: nn.Module) -> bool:
-    """Return whether it is a 4-bit dense layer, or a part of a stack of them."""
+    """True for a 4-bit dense layer, or a part of a stack of them."""
     whole = isinstance(module, NVFP4Linear) and not isinstance(module, NVFP4LinearStack)
     return whole or isinstance(module, NVFP4LinearPart)
 
 
 def lora_linears(model: nn.Module) -> dict[str, Any]:
-    """Return the linears of experts, and the 4-bit dense layers, that have adapters, by qualified name."""
+    """Return the linears of experts and the 4-bit dense layers with adapters, by qualified name."""
     return {name: module for name, module in model.named_modules() if isinstance(module, LoRALinear)}
 
 
 def lora_parameters(model: nn.Module, adapter: str | None = None) -> Iterator[nn.Parameter]:
-    """Yield the parameters of an adapter, of all adapters when None."""
+    """Yield the parameters of an adapter; of all adapters if `adapter` is None."""
     for linear in lora_linears(model).values():
         for name in linear.lora_specs:
             if adapter in (None, name):
@@ -251,12 +252,12 @@ def lora_parameters(model: nn.Module, adapter: str | None = None) -> Iterator[nn
 
 @torch.no_grad()
 def remove_lora_(model: Model, adapter: str | None = None) -> Model:
-    """Remove an adapter, all adapters when None; linears without any have their own class again.
+    """Remove an adapter, or all if `adapter` is None. Linears without adapters get their base class back.
 
-    What is merged stays in the weights when all are removed.
+    Merged adapters stay in the weights when all are removed.
 
     Raises:
-        ValueError: no adapters, or none of that name; one adapter is to go while any is merged.
+        ValueError: the model has no adapters, or none of that name; one adapter is removed while any is merged.
     """
     linears = require_lora(model)
     if adapter is not None:
@@ -264,21 +265,25 @@ def remove_lora_(model: Model, adapter: str | None = None) -> Model:
         refuse_merged(linears)
     for linear in linears.values():
         for name in list(linear.lora_specs) if adapter is None else [adapter]:
-            _drop(linear, name)
+            _remove_adapter(linear, name)
     return model
 
 
-def _drop(linear: Any, name: str) -> None:
-    """Remove an adapter from a linear, which without any has its base class again."""
-    linear.lora_active = tuple(each for each in linear.lora_active if each != name)
+def _remove_adapter(linear: Any, name: str) -> None:
+    """Remove an adapter from a linear; the last one gives it its base class back."""
+    linear.lora_active = tuple(other for other in linear.lora_active if other != name)
     if linear.lora_specs.pop(name, None) is not None:
         del linear.lora_A[name], linear.lora_B[name]
     if not linear.lora_specs:
-        strip(linear)
+        restore_base_class(linear)
 
 
 def scaling_of(rank: Any, alpha: Any, rslora: bool) -> float:
-    """Return the factor of an adapter; ValueError for a rank or alpha that is not valid."""
+    """Return the factor of an adapter.
+
+    Raises:
+        ValueError: the rank or alpha is not valid.
+    """
     if not isinstance(rank, int) or isinstance(rank, bool) or rank < 1:
         raise ValueError(f"rank: got {rank!r}, wanted a positive integer")
     if not isinstance(alpha, int | float) or isinstance(alpha, bool) or not math.isfinite(alpha) or alpha == 0:
@@ -299,13 +304,13 @@ def _check_options(dropout: Any, share: Any, dtype: Any, adapter: Any) -> None:
         )
 
 
-def _obstacle(module: Any) -> str | None:
-    """Return why a linear can get no adapter; None when it can."""
+def _adapter_blocker(module: Any) -> str | None:
+    """Return why a linear cannot get an adapter; None if it can."""
     if type(module) not in (*_WITH_LORA, *_BASE):
         return f"it is a {type(module).__name__}"
-    if vars(module).get("_cut") is not None:  # parallel.shards
+    if vars(module).get("_sharding") is not None:  # parallel.shards
         return "parallelize_module has cut its weight over ranks, where adapters are not supported"
-    reason = impure(module)
+    reason = instance_customization(module)
     if reason is None and not has_own_forward(module):
         reason = "its forward is wrapped or replaced"
     if reason is None and (getattr(module, "process_part", None) or (0,))[0]:
@@ -325,7 +330,7 @@ def weight_of(module: Any) -> Tensor:
 
 
 def _is_gate_up(parent: nn.Module | None, module: Any) -> bool:
-    """Return whether the rows of a linear's weight are gate's, then up's."""
+    """True if the rows of a linear's weight are gate's, then up's."""
     if parent is None or parent._modules.get("gate_up_proj") is not module:
         return False
     if isinstance(parent, NVFP4GroupedSwiGLU):
@@ -336,99 +341,102 @@ def _is_gate_up(parent: nn.Module | None, module: Any) -> bool:
     return bool(getattr(getattr(parent, "form", None), "gated", False))  # NVFP4Experts of transformers
 
 
-def _add(module: Any, spec: LoRASpec, share: str | None, dtype: torch.dtype, adapter: str) -> None:
+def _add_adapter(module: Any, spec: LoRASpec, share: str | None, dtype: torch.dtype, adapter: str) -> None:
     experts = getattr(module, "num_experts", 1)  # a dense layer is one expert
     n, k, rank = module.out_features, module.in_features, spec.rank
     options: dict[str, Any] = dict(dtype=dtype, device=weight_of(module).device)
     a = torch.empty(1 if share == "A" else experts, spec.parts * rank, k, **options).uniform_(-(k**-0.5), k**-0.5)
-    _put_adapter(module, adapter, spec, a, torch.zeros(1 if share == "B" else experts, n, rank, **options))
+    _attach_adapter(module, adapter, spec, a, torch.zeros(1 if share == "B" else experts, n, rank, **options))
 
 
-def _put_adapter(module: Any, adapter: str, spec: LoRASpec, a: Tensor, b: Tensor) -> None:
-    """Give a linear that is adaptable an adapter with these tensors; it is not active."""
+def _attach_adapter(module: Any, adapter: str, spec: LoRASpec, a: Tensor, b: Tensor) -> None:
+    """Give an adaptable linear an inactive adapter with these tensors."""
     if not isinstance(module, LoRALinear):
         module.lora_A, module.lora_B = nn.ParameterDict(), nn.ParameterDict()
         module.lora_specs, module.lora_joined, module.lora_by_peft = {}, "", False
         module.lora_merged, module.lora_unmerged = (), None
-        set_class(module, _WITH_LORA[type(module)])  # last: an interruption leaves a linear that works
+        set_class(module, _WITH_LORA[type(module)])  # last: after an interruption the linear still works
     module.lora_A[adapter], module.lora_B[adapter] = nn.Parameter(a), nn.Parameter(b)
     module.lora_specs[adapter] = spec
 
 
 def stored_adapters(model: nn.Module) -> dict[str, Tensor]:
-    """Return what a checkpoint holds of a model's adapters, by qualified name: the tensors and the `lora_record`s.
+    """Return the tensors of a model's adapters and the `lora_record`s for a checkpoint, by qualified name.
 
-    Merged adapters are left out, because the weights have them.
+    Merged adapters are left out, because the weights contain them.
     """
-    found: dict[str, Tensor] = {}
+    stored: dict[str, Tensor] = {}
     for path, linear in model.named_modules(remove_duplicate=False):
         if not isinstance(linear, LoRALinear) or (record := linear.lora_record()) is None:
             continue
         for name in linear.lora_specs.keys() - {*linear.lora_merged}:
-            found[f"{path}.lora_A.{name}"] = linear.lora_A[name].detach()
-            found[f"{path}.lora_B.{name}"] = linear.lora_B[name].detach()
-        found[f"{path}.lora_specs"] = record
-    return found
+            stored[f"{path}.lora_A.{name}"] = linear.lora_A[name].detach()
+            stored[f"{path}.lora_B.{name}"] = linear.lora_B[name].detach()
+        stored[f"{path}.lora_specs"] = record
+    return stored
 
 
 @torch.no_grad()
 def restore_adapters_(model: nn.Module, stored: Mapping[str, Tensor]) -> None:
-    """Add the adapters of `stored_adapters` to the linears of the same names, active or not as they were, and freeze
-    all else as `add_lora_` does.
+    """Add the adapters of `stored_adapters` to the linears of the same names, and freeze all other parameters.
+
+    An adapter is active again if it was active when it was stored.
 
     Raises:
-        ValueError: there is no such linear, or it can get no adapter; a tensor lacks its record, has another shape, or
-            is missing.
+        ValueError: a linear is missing or cannot get an adapter; a tensor lacks its record, has another shape, or is
+            missing.
     """
-    left, modules = dict(stored), dict(model.named_modules(remove_duplicate=False))
+    remaining, modules = dict(stored), dict(model.named_modules(remove_duplicate=False))
     for key in [key for key in stored if key.endswith(".lora_specs")]:
         path = key.removesuffix(".lora_specs")
         linear = modules.get(path)
         try:
             start = f"{path}.lora_A."
             names = (name.removeprefix(start) for name in stored if name.startswith(start))
-            specs, active = read_record(left.pop(key), names)
+            specs, active = read_record(remaining.pop(key), names)
         except ValueError as error:
             raise ValueError(f"{path}: {error}") from error
         reason: str | None = "it is not a 4-bit layer here, wanted linears=True, and a checkpoint that has it in 4 bits"
         if linear is not None and is_adaptable(linear):
-            reason = _obstacle(linear)
+            reason = _adapter_blocker(linear)
         if reason is not None:
             raise ValueError(f"{path}: has adapters {list(specs)}, which cannot be loaded: {reason}")
         for name, spec in specs.items():
-            _restore(linear, path, name, spec, *(left.pop(f"{path}.lora_{each}.{name}", None) for each in "AB"))
+            _restore_adapter(
+                linear, path, name, spec, *(remaining.pop(f"{path}.lora_{side}.{name}", None) for side in "AB")
+            )
         cast("LoRALinear", linear).lora_active = active
-    if left:
+    if remaining:
         raise ValueError(
-            f"{next(iter(left))}: has no lora_specs beside it, which say its rank and alpha; wanted a model that was"
-            " saved together with them"
+            f"{next(iter(remaining))}: has no lora_specs beside it, which say its rank and alpha; wanted a model that"
+            " was saved together with them"
         )
     freeze_others_(model)
 
 
-def _restore(linear: Any, path: str, name: str, spec: LoRASpec, a: Tensor | None, b: Tensor | None) -> None:
+def _restore_adapter(linear: Any, path: str, name: str, spec: LoRASpec, a: Tensor | None, b: Tensor | None) -> None:
     experts = getattr(linear, "num_experts", 1)
     wanted = dict(A=(spec.parts * spec.rank, linear.in_features), B=(linear.out_features, spec.rank))
-    for each, tensor in (("A", a), ("B", b)):
-        shapes = [(count, *wanted[each]) for count in (experts, 1)]
+    for side, tensor in (("A", a), ("B", b)):
+        shapes = [(count, *wanted[side]) for count in (experts, 1)]
         if tensor is None or tensor.shape not in shapes or tensor.dtype not in DTYPES:
             got = "none" if tensor is None else f"{tensor.dtype} {tuple(tensor.shape)}"
             raise ValueError(
-                f"{path}.lora_{each}.{name}: got {got}, wanted one of {DTYPES} of shape {shapes[0]}, by lora_specs"
+                f"{path}.lora_{side}.{name}: got {got}, wanted one of {DTYPES} of shape {shapes[0]}, by lora_specs"
             )
     device = weight_of(linear).device
-    _put_adapter(linear, name, spec, *(tensor.to(device) for tensor in (a, b) if tensor is not None))
+    _attach_adapter(linear, name, spec, *(tensor.to(device) for tensor in (a, b) if tensor is not None))
 
 
-def strip(linear: Any) -> None:
-    """Give a linear its base class again."""
-    set_class(linear, _BASE[type(linear)])  # first: an interruption leaves a linear that works
-    for name in STATE:
+def restore_base_class(linear: Any) -> None:
+    """Give a linear its base class back, and delete its adapters."""
+    set_class(linear, _BASE[type(linear)])  # first: after an interruption the linear still works
+    for name in ADAPTER_ATTRIBUTES:
         delattr(linear, name)
 
 
 def set_class(module: nn.Module, cls: type[nn.Module]) -> None:
-    """Give a module another class, and its hooks of accelerate the forward of that class.
+    """Change the class of a module; accelerate's hook on it then wraps the forward of that class.
 
     The module stays the same object, as in torch's `register_parametrization` and `fully_shard`: the model itself may
     be a linear, a stack knows its parts, and callers hold linears whose adapters come, merge and go.
@@ -443,7 +451,11 @@ def set_class(module: nn.Module, cls: type[nn.Module]) -> None:
 
 
 def require_lora(model: nn.Module) -> dict[str, Any]:
-    """Return `lora_linears`; ValueError where there are none."""
+    """Return `lora_linears(model)`.
+
+    Raises:
+        ValueError: the model has no adapters.
+    """
     require_module(model)
     linears = lora_linears(model)
     if not linears:
@@ -452,7 +464,7 @@ def require_lora(model: nn.Module) -> dict[str, Any]:
 
 
 def require_names(linears: dict[str, Any], wanted: Sequence[str]) -> None:
-    """Raise a ValueError for a name of an adapter that none of the linears has, or that is there twice."""
+    """Raise a ValueError if none of the linears has an adapter of a wanted name, or a name is given twice."""
     known = {name for linear in linears.values() for name in linear.lora_specs}
     for name in wanted:
         if name not in known:
@@ -462,7 +474,7 @@ def require_names(linears: dict[str, Any], wanted: Sequence[str]) -> None:
 
 
 def refuse_merged(linears: dict[str, Any]) -> None:
-    """Raise a ValueError where a linear of `lora_linears` has merged adapters."""
+    """Raise a ValueError if a linear of `lora_linears` has merged adapters."""
     for name, linear in linears.items():
         if linear.lora_merged:
             raise ValueError(f"model: {list(linear.lora_merged)} are merged in {name}, wanted unmerge_lora_ before")

@@ -13,14 +13,14 @@ import torch
 from torch import Tensor, nn
 
 from thunder_moe.finetune.lora import (
-    STATE,
+    ADAPTER_ATTRIBUTES,
     Model,
     is_adaptable,
     refuse_merged,
     require_lora,
     require_names,
+    restore_base_class,
     set_class,
-    strip,
     weight_of,
 )
 from thunder_moe.formats.layouts import LINEAR
@@ -43,49 +43,51 @@ def merge_lora_(
 ) -> dict[str, float]:
     """Merge adapters into the weights, in place, so that they cost nothing any more.
 
-    A quantized weight is decoded, added to in float32 and rounded to its format again: the rounding is new, and may be
-    larger than what an adapter adds. `unmerge_lora_` gives back the weights from before, bit for bit; until then both
-    stay. Meanwhile a state dict has the merged weights without the merged adapters, and none can be loaded.
+    A quantized weight is decoded, added to in float32 and rounded to its format again. This second rounding may be
+    larger than what an adapter adds. `unmerge_lora_` restores the earlier weights, bit for bit; until then both are in
+    memory. Meanwhile a state dict has the merged weights without the merged adapters, and none can be loaded.
 
     Args:
-        model: one with adapters.
-        adapters: names; the active ones when None. The others are not active afterwards, in any linear; with
-            `dequantize` they are removed.
-        dequantize: 4-bit modules become 16-bit ones with the sum, as by `dequantize_` (all of the model): rounded once,
-            to the dtype that the weight had. This cannot be undone.
+        model: a model with adapters.
+        adapters: names; None: the active ones. The others are inactive afterwards, in every linear; with `dequantize`
+            they are removed.
+        dequantize: all 4-bit modules of the model become 16-bit ones, as by `dequantize_`, with the sum rounded once to
+            the original dtype of the weight. This cannot be undone.
 
     Returns:
-        For each linear by qualified name the error of the merged weight: its distance to the exact sum divided by the
-        size of what the adapters add (Frobenius norms). At 1 the rounding is as large as the adapters.
+        Qualified name of each merged linear -> the relative error of its weight: the distance to the exact sum, divided
+        by the size of what the adapters add (Frobenius norms). At 1 the rounding is as large as the adapters.
 
     Raises:
-        ValueError: no adapters, a name that is unknown or there twice, adapters that are merged already, NaN or Inf in
-            an adapter or in a sum in the weight's dtype; with `dequantize`, a linear with adapters that cannot be
-            replaced (it has hooks, say). The model is unchanged then.
+        ValueError: the model has no adapters; a name is unknown or given twice; adapters are merged already; an
+            adapter, or a sum in the weight's dtype, has NaN or Inf; with `dequantize`, a linear with adapters cannot be
+            replaced (it has hooks, for example). The model is unchanged then.
     """
     linears = require_lora(model)
     wanted = (adapters,) if isinstance(adapters, str) else None if adapters is None else tuple(adapters)
     require_names(linears, wanted or ())
     refuse_merged(linears)
     chosen = {
-        name: tuple(each for each in (linear.lora_active if wanted is None else wanted) if each in linear.lora_specs)
+        name: tuple(
+            adapter for adapter in (linear.lora_active if wanted is None else wanted) if adapter in linear.lora_specs
+        )
         for name, linear in linears.items()
     }
     if not any(chosen.values()):
         raise ValueError("adapters: got none, and none is active, wanted names of adapters")
     _refuse_tied(model, linears)
     errors: dict[str, float] = {}
-    undo = [_undo_of(linear) for linear in linears.values()]
+    undos = [_undo_function(linear) for linear in linears.values()]
     try:
-        dense = _ready_to_restore(linears, chosen, errors) if dequantize else {}
+        dense = _prepare_to_dequantize(linears, chosen, errors) if dequantize else {}
         for name, linear in linears.items():
             if chosen[name] and (isinstance(linear, GroupedLinear) or not dequantize):
-                errors[name] = _merge(linear, chosen[name], name)
+                errors[name] = _merge_adapters(linear, chosen[name], name)
             elif not dequantize:
                 linear.lora_active = ()
         for name, error in errors.items():
             if not math.isfinite(error):
-                raise _not_finite(name, chosen[name])
+                raise _not_finite_error(name, chosen[name])
         if dequantize:
             packed = {name: linear for name, linear in linears.items() if not isinstance(linear, GroupedLinear)}
             if packed:
@@ -95,10 +97,10 @@ def merge_lora_(
                 restored.weight.copy_(total[0])
             for linear in linears.values():
                 if isinstance(linear, LoRAGroupedLinear):
-                    strip(linear)
+                    restore_base_class(linear)
     except BaseException:
-        for back in undo:
-            back()
+        for undo in undos:
+            undo()
         raise
     for name, error in errors.items():
         _LOGGER.info("merged %s of %s: the rounding is %.2g times what they add", chosen[name], name, error)
@@ -107,7 +109,7 @@ def merge_lora_(
 
 @torch.no_grad()
 def unmerge_lora_(model: Model) -> Model:
-    """Undo `merge_lora_` without `dequantize`: restore the earlier weights exactly, and make the adapters active.
+    """Undo `merge_lora_` (without `dequantize`): restore the earlier weights exactly, and make the adapters active.
 
     Raises:
         ValueError: nothing is merged.
@@ -121,17 +123,17 @@ def unmerge_lora_(model: Model) -> Model:
 
 
 def _refuse_tied(model: nn.Module, linears: dict[str, Any]) -> None:
-    """Raise a ValueError where a weight is another module's too, which would change with it."""
+    """Raise a ValueError if a weight with adapters is tied to another module, which would change with it."""
     owners: dict[int, str] = {}
     for name, module in model.named_modules():
-        if is_adaptable(module) and not isinstance(module, NVFP4LinearPart):  # those share one by intent
+        if is_adaptable(module) and not isinstance(module, NVFP4LinearPart):  # the parts of a stack share its weight
             other = owners.setdefault(weight_of(module).data_ptr(), name)
             if other != name and (name in linears or other in linears):
                 raise ValueError(f"model: {other} and {name} share a weight, wanted weights of their own to merge into")
 
 
-def _sum(linear: Any, names: tuple[str, ...]) -> tuple[Tensor, Tensor]:
-    """Return the weight plus some adapters, and what these add: float32 (E, N, K)."""
+def _merged_weight(linear: Any, names: tuple[str, ...]) -> tuple[Tensor, Tensor]:
+    """Return the sum of the weight and the named adapters, and the adapters' share of it: float32 (E, N, K)."""
     if not isinstance(linear, GroupedLinear):
         weight = dequantize(linear.packed_weight.to_layout(LINEAR), torch.float32)
     else:
@@ -140,17 +142,18 @@ def _sum(linear: Any, names: tuple[str, ...]) -> tuple[Tensor, Tensor]:
     return weight + delta, delta
 
 
-def _merge(linear: Any, names: tuple[str, ...], where: str) -> float:
-    total, delta = _sum(linear, names)
+def _merge_adapters(linear: Any, names: tuple[str, ...], where: str) -> float:
+    total, delta = _merged_weight(linear, names)
     if not total.isfinite().all():
-        raise _not_finite(where, names)
+        raise _not_finite_error(where, names)
     if not isinstance(linear, GroupedLinear):
         weight = linear.packed_weight.to_layout(LINEAR)
-        # Aliases: the module's own tensors are going to have the merged bytes. A part's are the stack's, which stay.
-        own = (tensor.detach() for tensor in weight.tensors())
-        copied = (tensor.clone() for tensor in own) if isinstance(linear, NVFP4LinearPart) else own
-        linear.lora_unmerged = weight.with_tensors(copied)
-        _note_merged(linear, names)
+        # Detached aliases keep the old bytes, because `set_weight` gives the module's tensors other memory. The tensors
+        # of a part are views of its stack's memory, and copied.
+        aliases = (tensor.detach() for tensor in weight.tensors())
+        is_part = isinstance(linear, NVFP4LinearPart)
+        linear.lora_unmerged = weight.with_tensors((tensor.clone() for tensor in aliases) if is_part else aliases)
+        _mark_merged(linear, names)
         parts = 1 if isinstance(linear, LoRADense) else len(linear.weight_dtypes)
         format = weight.format.name
         rounded = (quantize_to(format, part.contiguous()) for part in total.chunk(parts, 1))
@@ -159,18 +162,18 @@ def _merge(linear: Any, names: tuple[str, ...], where: str) -> float:
         total -= dequantize(merged, torch.float32)
     else:
         linear.lora_unmerged = linear.weight.detach().clone()
-        _note_merged(linear, names)
+        _mark_merged(linear, names)
         linear.weight.copy_(total)
         total -= linear.weight.float()
-    return _ratio(total, delta)
+    return _relative_error(total, delta)
 
 
-def _note_merged(linear: Any, names: tuple[str, ...]) -> None:
-    """Note what is about to be merged: `_unmerge` undoes an interruption from here on."""
+def _mark_merged(linear: Any, names: tuple[str, ...]) -> None:
+    """Mark adapters as merged before the weight changes, so that `_unmerge` undoes an interrupted merge."""
     linear.lora_merged, linear.lora_active = names, ()
 
 
-def _not_finite(where: str, names: tuple[str, ...]) -> ValueError:
+def _not_finite_error(where: str, names: tuple[str, ...]) -> ValueError:
     return ValueError(
         f"adapters: the weight of {where} plus {list(names)} has NaN or Inf in its dtype, wanted finite values"
     )
@@ -185,10 +188,10 @@ def _unmerge(linear: Any) -> None:
     linear.lora_active, linear.lora_merged, linear.lora_unmerged = linear.lora_merged, (), None
 
 
-def _undo_of(linear: Any) -> Callable[[], None]:
-    """Return a function that gives a linear, nothing of which is merged yet, its class, weight and adapters back."""
+def _undo_function(linear: Any) -> Callable[[], None]:
+    """Return a function that restores the class, weight and adapters of a linear from before a merge."""
     lora, active = type(linear), linear.lora_active
-    known = {name: getattr(linear, name) for name in STATE}
+    known = {name: getattr(linear, name) for name in ADAPTER_ATTRIBUTES}
 
     def undo() -> None:
         if isinstance(linear, LoRALinear):
@@ -205,30 +208,33 @@ def _undo_of(linear: Any) -> Callable[[], None]:
     return undo
 
 
-def _ready_to_restore(
+def _prepare_to_dequantize(
     linears: dict[str, Any], chosen: dict[str, tuple[str, ...]], errors: dict[str, float]
 ) -> dict[str, Tensor]:
-    """Make 4-bit linears ready for `dequantize_`.
+    """Prepare 4-bit linears with adapters for `dequantize_`, which then restores the sums of expert linears.
 
-    Dense ones lose their adapters; their float32 sums are returned.
+    Dense linears lose their adapters.
+
+    Returns:
+        Name of each dense linear -> its merged weight, float32 (1, N, K).
     """
     dense = {}
     for name, linear in linears.items():
         if isinstance(linear, GroupedLinear):
             continue
-        (total, delta), dtypes = _sum(linear, chosen[name]), _dtypes_of(linear)
+        (total, delta), dtypes = _merged_weight(linear, chosen[name]), _dtypes_of(linear)
         parts = zip(total.chunk(len(dtypes), 1), dtypes, strict=True)
-        errors[name] = _ratio(total - torch.cat([part.to(dtype).float() for part, dtype in parts], 1), delta)
+        errors[name] = _relative_error(total - torch.cat([part.to(dtype).float() for part, dtype in parts], 1), delta)
         if isinstance(linear, LoRADense):
             dense[name] = total
-            strip(linear)
+            restore_base_class(linear)
         else:
             linear.lora_active, linear.lora_to_restore = chosen[name], True
     return dense
 
 
 def _set_weight(linear: Any, weight: PackedWeight) -> None:
-    """Give a quantized linear another weight, in layout "linear"; a part of a stack, its rows of the stack's weight."""
+    """Set the weight of a quantized linear from one in layout "linear"; for a part, its rows of the stack's weight."""
     owner = linear.stack if isinstance(linear, NVFP4LinearPart) else linear
     weight = weight.to(owner.qdata.device)
     if owner is not linear:
@@ -246,13 +252,13 @@ def _set_weight(linear: Any, weight: PackedWeight) -> None:
 
 
 def _dtypes_of(linear: Any) -> tuple[torch.dtype, ...]:
-    """Return the dtypes of the 16-bit weights that a linear stands for."""
+    """Return the dtypes of the 16-bit weights that a linear was quantized from."""
     if isinstance(linear, NVFP4LinearPart):
         return (linear.stack.weight_dtypes[linear.index],)
     dtypes: tuple[torch.dtype, ...] = linear.weight_dtypes
     return dtypes
 
 
-def _ratio(error: Tensor, delta: Tensor) -> float:
+def _relative_error(error: Tensor, delta: Tensor) -> float:
     size = float(delta.norm())
     return float(error.norm()) / size if size else 0.0

@@ -1,4 +1,4 @@
-"""`BlockFormat`: what a block-scaled number format is made of, as one object; `NVFP4` and `MXFP8`.
+"""`BlockFormat`, the description of a block-scaled number format; `NVFP4` and `MXFP8`.
 Called by weight, layouts, the formats' modules, and the code that serves several formats; calls nothing.
 """
 
@@ -13,16 +13,16 @@ __all__ = ["BLOCK_FORMATS", "MXFP8", "NVFP4", "BlockFormat"]
 
 @dataclass(frozen=True)
 class BlockFormat:
-    """A number format whose weights along K share a scale in blocks.
+    """A number format in which blocks of weights along K share a scale.
 
     Attributes:
-        name: what the option `format` of `quantize_` and of the compilers says.
-        block_size: weights along K that share a scale.
-        codes_per_byte: codes in an element of qdata, which takes a byte.
-        code_dtypes: of qdata; the first is what a packed weight has, operators take all.
+        name: the value of the option `format` of `quantize_` and of the compilers.
+        block_size: number of weights along K that share a scale.
+        codes_per_byte: number of codes in an element of qdata, which is one byte.
+        code_dtypes: of qdata; packed weights have the first, operators take all.
         scale_dtype: of the block scales.
         fields: the names of a packed weight's tensors.
-        operands: the names of the same as operators call them.
+        operands: the operators' names of these tensors.
     """
 
     name: str
@@ -35,21 +35,21 @@ class BlockFormat:
 
     @property
     def bytes_of_scale(self) -> int:
-        """Bytes of codes that share one byte of scale."""
+        """Return the number of bytes of codes that share one byte of scale."""
         return self.block_size // self.codes_per_byte
 
     def operand_names(self, argument: str) -> tuple[str, ...]:
-        """Return what an operator calls the tensors of a weight, by the weight's name: `operands` for "weight"."""
+        """Return an operator's names of the tensors of a weight argument: `operands` for the argument "weight"."""
         return self.operands if argument == "weight" else (argument, *(f"{argument}_{n}" for n in self.fields[1:]))
 
     @property
     def packed_features(self) -> str:
-        """The dimension of K in qdata, in words."""
+        """Return the last dimension of qdata in words, for messages."""
         return "in_features" if self.codes_per_byte == 1 else f"in_features // {self.codes_per_byte}"
 
     @property
     def bits_per_weight(self) -> float:
-        """With its share of the block scale."""
+        """Return the bits of a weight, with its share of the block scale."""
         return 8 / self.codes_per_byte + 8 / self.block_size
 
 

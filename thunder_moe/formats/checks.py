@@ -1,4 +1,4 @@
-"""The errors that name an argument, what it was and what is wanted.
+"""Errors that name an argument, its value and the wanted one.
 Called by everything that users call; calls torch alone.
 """
 
@@ -10,7 +10,7 @@ __all__ = ["mismatch", "require", "require_module", "require_type"]
 
 
 def mismatch(name: str, tensor: Tensor, wanted: str) -> ValueError:
-    """The error of an argument whose dtype, shape or device is not what is wanted."""
+    """Return the error for an argument with a wrong dtype, shape or device."""
     return ValueError(f"{name}: got {tensor.dtype} {tuple(tensor.shape)} on {tensor.device}, wanted {wanted}")
 
 
@@ -21,11 +21,11 @@ def require(ok: bool, name: str, tensor: Tensor, wanted: str) -> None:
 
 
 def require_type(name: str, value: object, kind: type | tuple[type, ...], wanted: str) -> None:
-    """Raises the TypeError of an argument that is not of a type."""
+    """Raises a TypeError if an argument has another type."""
     if not isinstance(value, kind):
         raise TypeError(f"{name}: got {type(value).__name__}, wanted {wanted}")
 
 
 def require_module(model: object) -> None:
-    """Raises the TypeError of an argument `model` that is no module."""
+    """Raises a TypeError if the argument `model` is not a module."""
     require_type("model", model, nn.Module, "a torch.nn.Module")

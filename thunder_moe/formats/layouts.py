@@ -1,10 +1,10 @@
-"""The registry of layouts of packed weights: how the codes and block scales of (E, N, K) lie in memory.
+"""The registry of layouts of packed weights, which are orders of the codes and block scales of (E, N, K) in memory.
 Called by weight, kernels.select, nn and the checks of operands; calls block_format, swizzled_128x4,
 tiled_64x64 and mxfp8_tiled_64x64.
 
-- "linear": codes and scales row by row, as checkpoints hold them.
-- "swizzled_128x4": NVFP4 with the scales as Blackwell's tensor cores read them.
-- "tiled_64x64": codes and scales as our CUDA kernels for SM90 read them.
+- "linear": codes and scales row by row, like in checkpoints.
+- "swizzled_128x4": NVFP4 with the scales in the order of Blackwell's tensor cores.
+- "tiled_64x64": codes and scales in the order of our CUDA kernels for SM90.
 
 A new layout is one entry of `REGISTRY`, of one number format. Legend: E experts, N output features, K input features.
 """
@@ -50,16 +50,16 @@ class Layout:
     """One order of codes and block scales.
 
     Attributes:
-        name: what `PackedWeight.layout` and the operators' argument `layout` say.
-        from_linear: (codes, scales) in layout "linear" -> in this one.
-        to_linear: (codes, scales, n, k) in this layout -> in "linear".
+        name: the value of `PackedWeight.layout` and of the operators' argument `layout`.
+        from_linear: (codes, scales) in layout "linear" -> (codes, scales) in this one.
+        to_linear: (codes, scales, n, k) in this layout -> (codes, scales) in "linear".
         format: of the weights.
-        padded_scales: (experts, n, k) -> the shape of the scales, where they are padded; the codes are
+        padded_scales: (experts, n, k) -> the shape of padded scales; None: they are not padded. The codes are
             (E, N, K // codes_per_byte) in every layout.
-        block_shape: (experts, n, k) -> the shape of the codes that modules keep, which tells the layout by its rank:
-            bytes in the order in which they lie, so many for each scale's as in a row. None: modules do not keep it.
+        block_shape: (experts, n, k) -> the shape of the codes in modules, whose rank tells the layout. It has the bytes
+            in memory order, and as many codes for each scale as a row has. None: modules do not keep this layout.
         multiple: out_features and in_features have to be multiples of it; above 1, neither may be 0.
-        preferred_on: compute capabilities of the CUDA devices on which our kernels read it best, where it fits.
+        preferred_on: compute capabilities of the CUDA devices on which our kernels read it fastest, if it fits.
     """
 
     name: str
@@ -72,13 +72,13 @@ class Layout:
     preferred_on: frozenset[tuple[int, int]] = frozenset()
 
     def fits(self, n: int, k: int) -> str | None:
-        """Return None when (E, n, k) weights can have this layout, else what they would need, in words."""
+        """Return None if weights (E, n, k) can have this layout, else their missing property in words."""
         if n % self.multiple or k % self.multiple or (self.multiple > 1 and not (n and k)):
             return f"out_features and in_features multiples of {self.multiple}, not 0"
         return None
 
     def scale_shape(self, experts: int, n: int, k: int) -> tuple[int, int, int]:
-        """The shape of the block scales of an (E, N, K) weight."""
+        """Return the shape of the block scales of an (E, N, K) weight."""
         if self.padded_scales is not None:
             return self.padded_scales(experts, n, k)
         return experts, n, k // self.format.block_size
@@ -137,20 +137,20 @@ _BY_RANK = {
 
 
 def layouts_of(format: BlockFormat) -> tuple[str, ...]:
-    """The layouts that weights of a number format can have."""
+    """Return the layouts that weights of a number format can have."""
     return tuple(name for known, name in REGISTRY if known == format.name)
 
 
 def module_layouts(format: BlockFormat) -> tuple[str, ...]:
-    """The layouts in which modules keep weights."""
+    """Return the layouts of a number format that modules keep."""
     return tuple(name for name in layouts_of(format) if REGISTRY[format.name, name].block_shape is not None)
 
 
 def find_layout(name: str, format: BlockFormat = NVFP4) -> Layout:
-    """The layout of a name, of weights of a number format.
+    """Return the layout of a number format by its name.
 
     Raises:
-        ValueError: there is none.
+        ValueError: the format has no layout of that name.
     """
     layout = REGISTRY.get((format.name, name)) if isinstance(name, str) else None
     if layout is None:
@@ -160,7 +160,7 @@ def find_layout(name: str, format: BlockFormat = NVFP4) -> Layout:
 
 
 def preferred_on(capability: tuple[int, int], n: int, k: int, format: BlockFormat = NVFP4) -> str:
-    """The layout of (E, n, k) weights that our CUDA kernels read best on devices of a compute capability."""
+    """Return the layout of weights (E, n, k) that our CUDA kernels read fastest on a compute capability."""
     for (known, name), layout in REGISTRY.items():
         if known == format.name and capability in layout.preferred_on and layout.fits(n, k) is None:
             return name
@@ -168,19 +168,19 @@ def preferred_on(capability: tuple[int, int], n: int, k: int, format: BlockForma
 
 
 def layout_fits(n: int, k: int, layout: str, format: BlockFormat = NVFP4) -> str | None:
-    """Return None when (E, n, k) weights can have a layout, else what they would need, in words."""
+    """Return None if weights (E, n, k) can have a layout, else their missing property in words."""
     return find_layout(layout, format).fits(n, k)
 
 
 def scale_shape(experts: int, n: int, k: int, layout: str, format: BlockFormat = NVFP4) -> tuple[int, int, int]:
-    """The shape of the block scales of an (E, N, K) weight in a layout."""
+    """Return the shape of the block scales of an (E, N, K) weight in a layout."""
     return find_layout(layout, format).scale_shape(experts, n, k)
 
 
 def block_shapes(
     experts: int, n: int, k: int, layout: str, format: BlockFormat = NVFP4
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The shapes of codes and scales of (E, n, k) weights that tell their layout, which is how modules keep them.
+    """Return the shapes of codes and scales in modules, for weights (E, n, k); their rank tells the layout.
 
     Raises:
         ValueError: modules do not keep weights in this layout.
@@ -193,10 +193,10 @@ def block_shapes(
 
 
 def layout_of_blocks(qdata: Tensor, scale: Tensor, format: BlockFormat = NVFP4) -> str:
-    """The layout of codes and scales that have the shapes of `block_shapes`.
+    """Return the layout of codes and scales with shapes of `block_shapes`.
 
     Raises:
-        ValueError: they have not, or are of different layouts.
+        ValueError: they have other shapes, or shapes of different layouts.
     """
     codes, scales = tuple(qdata.shape), tuple(scale.shape)
     layout = _BY_RANK.get((format.name, len(codes)))

@@ -21,7 +21,7 @@ def mxfp4_to_nvfp4(blocks: torch.Tensor, scales: torch.Tensor) -> NVFP4Weight:
     """Convert an MXFP4 weight to NVFP4 of the same values.
 
     Each scale is repeated for its two blocks of 16, and the largest exponent goes into the global scale: one for all
-    experts where their exponents allow it, else one per expert, else one per row. Blocks of zeros have no exponent.
+    experts if their exponents allow it, else one per expert, else one per row. Blocks of zeros are left out of this.
 
     Args:
         blocks: uint8 (E, N, K // 32, 16); two E2M1 codes a byte, the low nibble is the even k.
@@ -68,11 +68,11 @@ def mxfp4_to_nvfp4(blocks: torch.Tensor, scales: torch.Tensor) -> NVFP4Weight:
 
 
 def _amax_over(values: torch.Tensor, group: tuple[int, int]) -> torch.Tensor:
-    """(E, N) -> the largest value, of everything, of each expert or of each row, in the shape of `group`."""
+    """Return the largest value of (E, N), of each expert or of each row, in the shape `group`."""
     dims = [dim for dim in range(2) if group[dim] != values.shape[dim]]
     return values.amax(dims, keepdim=True) if dims else values
 
 
 def _power_of_two(exponent: torch.Tensor) -> torch.Tensor:
-    """2**exponent as float32, from its bits; normal numbers alone."""
+    """Return 2**exponent as float32, from its bits; only for normal numbers."""
     return ((exponent + FLOAT_BIAS).int() << 23).view(torch.float32)

@@ -43,10 +43,10 @@ _FLOAT16_INFINITE = 63488.0  # from here on the nearest E4M3 multiple is 65536
 def quantize(weight: Tensor, *, scale_search: str | None = None) -> MXFP8Weight:
     """Quantizes expert weights to MXFP8, a chunk at a time (little memory beyond the result).
 
-    Per block of 32 along K ``scale`` is the smallest power of two with which its largest magnitude is at most 448, but
-    at least 2**-127; ``code = e4m3(x / scale)``, rounded to nearest even. This is the arithmetic of TransformerEngine,
-    cuBLAS and torchao (its mode RCEIL). As there a block whose scale is 2**-127 (magnitudes up to 2.6e-36) is all
-    zeros, which keep their signs.
+    The ``scale`` of a block of 32 along K is the smallest power of two, at least 2**-127, that makes its largest
+    magnitude at most 448; ``code = e4m3(x / scale)``, rounded to nearest even. This is the arithmetic of
+    TransformerEngine, cuBLAS and torchao (its mode RCEIL). Like there, a block whose scale is 2**-127 (magnitudes up to
+    2.6e-36) becomes zeros, which keep their signs.
 
     Args:
         weight: (E, N, K), float32, bfloat16 or float16, any strides; K a multiple of 32.
@@ -66,9 +66,9 @@ def quantize(weight: Tensor, *, scale_search: str | None = None) -> MXFP8Weight:
 
 
 def quantize_unchecked(weight: Tensor, scale_search: str | None = None) -> tuple[MXFP8Weight, Tensor]:
-    """`quantize` without the check of data, and the largest magnitude (E,) of each expert, float32.
+    """Quantize without the check of data; also return the largest magnitude (E,) of each expert, float32.
 
-    Where that is NaN or Inf, the expert's codes and scales are arbitrary.
+    If that is NaN or Inf, the expert's codes and scales are arbitrary.
     """
     check_quantizable(weight, scale_search)
     experts, n, k = weight.shape
@@ -82,7 +82,7 @@ def quantize_unchecked(weight: Tensor, scale_search: str | None = None) -> tuple
 
 
 def check_amax(amax: Tensor, dtype: torch.dtype) -> None:
-    """Raises the ValueError of `quantize` for the largest magnitude (E,) of each expert. Synchronises."""
+    """Raises the ValueError of `quantize` by the largest magnitude (E,) of each expert. Synchronises."""
     check_finite(amax)
     infinite = amax >= _FLOAT16_INFINITE
     if dtype == torch.float16 and bool(infinite.any()):
@@ -94,14 +94,14 @@ def check_amax(amax: Tensor, dtype: torch.dtype) -> None:
 
 
 def check_quantizable(weight: Tensor, scale_search: str | None) -> None:
-    """Raises the ValueError of `quantize` for what can be seen without data."""
+    """Raises the errors of `quantize` that do not need the data."""
     if scale_search is not None:
         raise ValueError(f"scale_search: got {scale_search!r}, wanted None: MXFP8 has one scale for a block")
     check_quantizable_in(weight, None, BLOCK_SIZE)
 
 
 def dequantize(weight: MXFP8Weight, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-    """The 16-bit (or float32) weight that an `MXFP8Weight` stands for.
+    """Return the dequantized weight, 16-bit or float32.
 
     ``(e4m3 * 2**(scale - 127)).to(dtype)``, the product in float32.
 
@@ -136,7 +136,7 @@ def dequantize_expert(weight: MXFP8Weight, expert: int, out: Tensor) -> None:
 
 
 def _quantize_rows(rows: Tensor) -> tuple[Tensor, Tensor]:
-    """(R, K) -> float8_e4m3fn (R, K), uint8 (R, K // 32): E8M0, the exponent plus 127."""
+    """Quantize rows (R, K) to float8_e4m3fn (R, K) and uint8 E8M0 scales (R, K // 32), the exponent plus 127."""
     blocks = rows.float().reshape(len(rows), -1, BLOCK_SIZE)  # [R, K // 32, 32]
     bits = blocks.abs().amax(-1).view(torch.int32)
     above = (bits & (1 << _MANTISSA_BITS) - 1) > _E4M3_MAX_MANTISSA

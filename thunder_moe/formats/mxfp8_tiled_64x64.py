@@ -1,4 +1,4 @@
-"""Layout "tiled_64x64" of MXFP8 weights: codes and scales in the order in which a warp of the SM90 kernels reads them.
+"""Layout "tiled_64x64" of MXFP8 weights: codes and scales in the order of the reads of a warp of the SM90 kernels.
 Called by layouts; calls plain torch. src/mxfp8.cuh decodes it, and src/quantize_mxfp8.cu writes it.
 
 Legend: E experts, N output features, K input features of the GEMM.
@@ -12,12 +12,12 @@ from torch import Tensor
 __all__ = ["SCALE_OFFSET", "from_tiled", "to_tiled"]
 
 _TILE, _BLOCK_SIZE = 64, 32
-SCALE_OFFSET = 88  # what is added to the exponent bytes: decoded weights are 2**-32 of their value as bfloat16
+SCALE_OFFSET = 88  # is added to the exponent bytes: decoded weights are 2**-32 of their value as bfloat16
 _NAN = 255
 
 
 def to_tiled(qdata: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
-    """Codes and scales of layout "linear" -> "tiled_64x64", in the same shapes.
+    """Convert codes and scales of layout "linear" to "tiled_64x64", in the same shapes.
 
     Args:
         qdata: float8_e4m3fn (E, N, K), N and K multiples of 64.
@@ -26,19 +26,19 @@ def to_tiled(qdata: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
     Blocks of 64 rows by 64 k lie one after the other, K fastest: codes [E, N/64, K/64, 4096] bytes, scales
     [E, N/64, K/64, 128] bytes.
 
-    Codes: of a block [4 warps w][2 halves p][8 g][4 t][2 steps s][2 words i] of 32 bits: lane 4 g + t of warp w has of
-    step 2 p + s (16 k) the codes of rows 16 w + g and that plus 8, k = 8 i + 2 t and the next. A word W holds two
-    registers of a tensor core's left operand, P of the first row and Q of the other. In a register the code of the even
-    k is in the lower half and that of the odd k in the upper: in a half, the sign at bit 15 and the other seven bits at
-    bits 4 to 10, so that all its bits are in T = 0x87F087F0. That is a bfloat16 but for a power of two.
+    Codes of a block are [4 warps w][2 halves p][8 g][4 t][2 steps s][2 words i] of 32 bits. For step 2 p + s (16 k),
+    lane 4 g + t of warp w has the codes of rows 16 w + g and 16 w + g + 8, at k = 8 i + 2 t and the next. A word W
+    holds two registers of a tensor core's left operand, P of the first row and Q of the second. A register has the code
+    of the even k in its lower half and the code of the odd k in its upper half. A half has the sign at bit 15 and the
+    other seven bits at bits 4 to 10, so that all bits are in T = 0x87F087F0. It is a bfloat16 but for a power of two.
 
         P = W & T          Q = ((W << 4) ^ (W >> 4)) & T
 
-    which one word solves for each P and Q.
+    Exactly one word satisfies these equations for each P and Q.
 
-    Scales: of a block [4 warps w][8 g] words. A word is four bytes, the lowest first, rotated left by 7: row g in the
-    halves 0 and 1, then row g + 8 in the same. A byte is the exponent of E8M0 plus 88, which is that of the bfloat16
-    that the kernels multiply by. From 167 (2**40) on it is 255 (NaN), so such scales do not come back.
+    Scales of a block are [4 warps w][8 g] words. A word is four bytes, the lowest first, rotated left by 7: row g in
+    the halves 0 and 1, then row g + 8 in the halves 0 and 1. A byte is the exponent of E8M0 plus 88, the exponent of
+    the bfloat16 that the kernels multiply by. From 167 (2**40) on it is 255 (NaN): `from_tiled` loses such scales.
     """
     experts, n, k = qdata.shape
     rows, columns = n // _TILE, k // _TILE
@@ -58,7 +58,7 @@ def to_tiled(qdata: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def from_tiled(qdata: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
-    """The inverse of `to_tiled`, but for scales that it made NaN."""
+    """Undo `to_tiled`, but for scales that it made NaN."""
     experts, n, k = qdata.shape
     rows, columns = n // _TILE, k // _TILE
     codes = torch.empty(qdata.shape, dtype=torch.uint8, device=qdata.device)
@@ -81,10 +81,10 @@ _TAKEN = 0x87F087F0 - (1 << 32)  # as int32
 
 
 def _pack(first: Tensor, second: Tensor) -> Tensor:
-    """The words of two registers each, int32; see `to_tiled`.
+    """Return the words that hold two registers each, int32; see `to_tiled`.
 
-    Where the shifts bring a bit of the first register, it is taken back. What is left of the second comes from bits 12
-    to 14 and 0 to 2 of each half, and from bits 27, 19, 11 and 3, each of which also passes to the one after it.
+    Bits that the shifts bring from the first register are removed. The rest of the second register comes from bits 12
+    to 14 and 0 to 2 of each half, and from bits 27, 19, 11 and 3, which each affect the next of these bits, too.
     """
     left = second ^ (first << 4 ^ _shifted_right(first, 4)) & _TAKEN
     word = first | (left & 0x07000700) << 4 | _shifted_right(left & 0x00700070, 4)
@@ -96,7 +96,7 @@ def _pack(first: Tensor, second: Tensor) -> Tensor:
 
 
 def _words(numbers: Tensor) -> Tensor:
-    """The bytes of 8-bit numbers as int32, in a copy."""
+    """Return the bytes of 8-bit numbers as int32, in a copy."""
     return numbers.view(torch.uint8).flatten().clone().view(torch.int32)
 
 
@@ -106,6 +106,6 @@ def _shifted_right(word: Tensor, by: int) -> Tensor:
 
 
 def _rotate(word: Tensor, left: int) -> Tensor:
-    """32-bit rotation of int32."""
+    """Rotate int32 left within 32 bits."""
     left %= 32
     return word << left | _shifted_right(word, 32 - left)

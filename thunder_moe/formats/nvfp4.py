@@ -72,9 +72,9 @@ def quantize(weight: Tensor, *, scale_search: str | None = None) -> NVFP4Weight:
 
 
 def quantize_unchecked(weight: Tensor, scale_search: str | None = None) -> tuple[NVFP4Weight, Tensor]:
-    """`quantize` without the check of data, and the largest magnitude (E,) of each expert, float32.
+    """Quantize without the check of data; also return the largest magnitude (E,) of each expert, float32.
 
-    Where that is NaN or Inf, the expert's codes and scales are arbitrary.
+    If that is NaN or Inf, the expert's codes and scales are arbitrary.
     """
     check_quantizable(weight, scale_search)
     experts, n, k = weight.shape
@@ -94,14 +94,14 @@ def quantize_unchecked(weight: Tensor, scale_search: str | None = None) -> tuple
 
 
 def require_dense(weight: Tensor) -> None:
-    """Raises the error of `quantize` for what is no dense tensor with data."""
+    """Raises the error of `quantize` for anything but a dense tensor with data."""
     require_type("weight", weight, Tensor, "a tensor (experts, out_features, in_features)")
     dense = weight.layout == torch.strided and not weight.is_meta
     require(dense, "weight", weight, "a dense tensor (torch.strided) that is not on meta")
 
 
 def check_quantizable(weight: Tensor, scale_search: str | None, block_size: int = BLOCK_SIZE) -> None:
-    """Raises the ValueError of `quantize` for what can be seen without data."""
+    """Raises the errors of `quantize` that do not need the data."""
     if scale_search is not None and scale_search not in SCALE_SEARCHES:
         raise ValueError(f"scale_search: got {scale_search!r}, wanted None or one of {SCALE_SEARCHES}")
     require(weight.ndim == 3, "weight", weight, "shape (experts, out_features, in_features)")
@@ -112,21 +112,21 @@ def check_quantizable(weight: Tensor, scale_search: str | None, block_size: int 
 
 
 def expert_amax(weight: Tensor) -> Tensor:
-    """(E, N, K) -> the largest magnitude (E,) of each expert, float32; 0 without rows."""
+    """Return the largest magnitude (E,) of each expert of (E, N, K), float32; 0 without rows."""
     if weight.shape[1] == 0:
         return torch.zeros(weight.shape[0], dtype=torch.float32, device=weight.device)
     return torch.maximum(-weight.amin((1, 2)), weight.amax((1, 2))).float()
 
 
 def check_finite(amax: Tensor) -> None:
-    """Raises the ValueError of `quantize` where the largest magnitude (E,) of an expert is NaN or Inf. Synchronises."""
+    """Raises the ValueError of `quantize` if the largest magnitude (E,) of an expert is NaN or Inf. Synchronises."""
     if not bool(torch.isfinite(amax).all()):
         bad = (~torch.isfinite(amax)).nonzero().flatten().tolist()
         raise ValueError(f"weight: got NaN or Inf in experts {bad[:8]}, wanted finite values")
 
 
 def dequantize(weight: NVFP4Weight, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-    """The 16-bit (or float32) weight that an `NVFP4Weight` stands for.
+    """Return the dequantized weight, 16-bit or float32.
 
     ``(e2m1 * (scale * global_scale)).to(dtype)``, both products in float32.
 
@@ -175,7 +175,7 @@ def _dequantize_rows(qdata: Tensor, scale: Tensor, global_scale: Tensor, out: Te
 
 
 def _quantize_rows(rows: Tensor, global_scale: Tensor, search: bool = False) -> tuple[Tensor, Tensor]:
-    """(R, K) and a 0-d global scale -> uint8 (R, K // 2), float8_e4m3fn (R, K // 16)."""
+    """Quantize rows (R, K) with a 0-d global scale to codes uint8 (R, K // 2) and scales float8_e4m3fn (R, K // 16)."""
     blocks = rows.float().reshape(len(rows), -1, BLOCK_SIZE)  # [R, K // 16, 16]
     magnitudes = blocks.abs()
     scale = (magnitudes.amax(-1) / (E2M1_MAX * global_scale)).clamp_max(E4M3_MAX).to(torch.float8_e4m3fn)
@@ -189,7 +189,7 @@ def _quantize_rows(rows: Tensor, global_scale: Tensor, search: bool = False) -> 
 
 
 def _round_magnitudes(magnitudes: Tensor, scale: Tensor, global_scale: Tensor) -> tuple[Tensor, Tensor]:
-    """(R, K // 16, 16) and the scales of its blocks -> codes 0 to 7 as floats, and which blocks are not all zeros."""
+    """Round blocks (R, K // 16, 16) by their scales to codes 0 to 7 as floats; also return which are not zeros."""
     divisor = scale.float() * global_scale
     live = divisor > 0  # a block whose scale is 0 is all zeros, without signs
     scaled = (magnitudes / torch.where(live, divisor, torch.inf)[..., None]).clamp_max_(E2M1_MAX)
@@ -217,7 +217,7 @@ def _least_error_scale(magnitudes: Tensor, scale: Tensor, global_scale: Tensor) 
 
 
 def _sum_of_16(values: Tensor) -> Tensor:
-    """Sums the last dimension, halves first: the same order, and so the same bits, on every device."""
+    """Sum the last dimension, halves first, so that order and bits are the same on every device."""
     for half in (8, 4, 2, 1):
         values = values[..., :half] + values[..., half:]
     return values[..., 0]
@@ -227,10 +227,10 @@ _PAIR_TABLES: dict[torch.device, Tensor] = {}
 
 
 def _pair_table(device: torch.device) -> Tensor:
-    """int32 (256,): the two values of a byte as bfloat16, the low nibble first in memory.
+    """Return int32 (256,), the two values of each byte as bfloat16, the low nibble first in memory.
 
-    Made on the device (a copy from the host would synchronise), and kept unless a CUDA graph is being captured (its
-    memory would belong to the graph).
+    The table is made on the device, because a copy from the host would synchronise. It is kept, but not while a CUDA
+    graph is captured, which would own its memory.
     """
     table = _PAIR_TABLES.get(device)
     if table is None:
@@ -247,7 +247,7 @@ def _pair_table(device: torch.device) -> Tensor:
 
 
 def row_chunks(weight: Tensor | PackedWeight) -> list[slice]:
-    """Slices that cover the N rows of an expert of (E, N, K), of about `_CHUNK_WEIGHTS` weights each."""
+    """Return slices that cover the N rows of an expert of (E, N, K), of about `_CHUNK_WEIGHTS` weights each."""
     _, n, k = weight.shape
     step = max(1, _CHUNK_WEIGHTS.get(weight.device.type, _CHUNK_WEIGHTS["cuda"]) // k)
     return [slice(start, min(start + step, n)) for start in range(0, n, step)]

@@ -66,7 +66,7 @@ def check_scale_search(scale_search: str | None, formats: Collection[str]) -> No
 
 
 def find_format(name: str) -> NumberFormat:
-    """The number format of a name, in lower or upper case.
+    """Return the number format of a name, in lower or upper case.
 
     Raises:
         ValueError: there is none.
@@ -78,7 +78,7 @@ def find_format(name: str) -> NumberFormat:
 
 
 def dequantize(weight: PackedWeight, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-    """The 16-bit (or float32) weight (E, N, K) that a packed weight of any format stands for."""
+    """Return the 16-bit (or float32) weight (E, N, K) that a packed weight of any format stands for."""
     return FORMATS[weight.format.name].dequantize(weight, dtype)
 
 

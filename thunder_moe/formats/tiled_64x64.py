@@ -1,4 +1,4 @@
-"""Layout "tiled_64x64" of NVFP4 weights: codes and scales in the order in which our CUDA kernels for SM90 read them.
+"""Layout "tiled_64x64" of NVFP4 weights: codes and scales in the order of our CUDA kernels for SM90.
 Called by layouts; calls torch alone.
 
 Legend: E experts, N output features, K input features, S = K // 16 block scales of a row.
@@ -13,41 +13,42 @@ __all__ = ["TILE", "from_tiled", "scale_table", "to_tiled"]
 
 TILE = 64  # rows and k of a block
 _BLOCK_SIZE = 16  # weights that share a scale
-# Bits that the fourth registers of two words leave in the first word, of those that they share; see `to_tiled`.
+# The bits of the word `u` of two fourth registers that are stored in the first word; see `to_tiled`.
 _SHARED_IN_FIRST = 0x06030603
 
 
 def to_tiled(qdata: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
-    """Codes (E, N, K // 2) and scales (E, N, S), linear -> the same shapes, in 64 x 64 blocks, for tensor cores.
+    """Convert linear codes (E, N, K // 2) and scales (E, N, S) to 64 x 64 blocks for tensor cores, in the same shapes.
 
-    The values stay exactly the same. The bytes come back exactly too, but for codes in blocks of 16 weights whose scale
-    byte is 0: they have no meaning, and become 0 (the quantizer writes 0 there). A thread reads its left operands of 64
-    k at once, 16 bytes, and gets a pair of codes out of a word by a shift and a mask at most, a pair of scales by a
-    mask and an or, and a rotation for every other. Shifts to the left are the cheapest: another unit multiplies.
+    The values stay exactly the same. `from_tiled` restores the bytes exactly, too, but for codes in blocks of 16
+    weights whose scale byte is 0: they have no effect, and become 0 (the quantizer writes 0 there). A thread reads its
+    left operands of 64 k at once, 16 bytes. It extracts a pair of codes from a word by a shift and a mask at most, and
+    a pair of scales by a mask and an or, every other pair also by a rotation. Shifts to the left are the cheapest:
+    another unit multiplies.
 
-    Codes, bytes [E, N/64, K/64, 2048]: of a block [4 warps w][32 lanes][4 words s][4 bytes, the lowest first]. Lane
+    Codes are bytes [E, N/64, K/64, 2048]; a block is [4 warps w][32 lanes][4 words s][4 bytes, the lowest first]. Lane
     4 * g + t of warp w has the rows g and g + 8 of the block's rows 16 w to 16 w + 15, and word s the 16 k from
     k0 = 64 * block + 16 * s on. A word holds eight codes, four registers of two:
 
         R_0: row g, k = k0 + 2 t and the next;  R_1: row g + 8, the same k
         R_2: row g, k = k0 + 8 + 2 t and the next;  R_3: row g + 8, the same k as R_2
 
-    A register has the code of the even k in its lower half and that of the odd k in the upper: in a half, the
-    magnitude (0 to 7) at bits 6 to 8 and the sign at bit 15, so that all its bits are in M = 0x81C081C0. That is a
-    bfloat16 but for a power of two. The word of an even step (R) and that of the odd step behind it (S), disjoint bits:
+    A register has the code of the even k in its lower half and the code of the odd k in its upper half. A half has the
+    magnitude (0 to 7) at bits 6 to 8 and the sign at bit 15, so that all bits are in M = 0x81C081C0. It is a bfloat16
+    but for a power of two. The words of an even step (R) and of the next, odd step (S) have disjoint bits:
 
         u    = (R_3 >> 6) | rotr(S_3, 12)                          L = 0x06030603
         even = R_0 | (R_1 >> 4) | rotr(R_2, 10) | (u & L)
         odd  = S_0 | (S_1 >> 4) | rotr(S_2, 10) | ((u & ~L) >> 2)
 
-    and back, from the word w and its partner v: R_0 = w & M, R_1 = (w << 4) & M, R_2 = rotl(w, 10) & M,
+    The inverse, from an even word w and its odd partner v, is R_0 = w & M, R_1 = (w << 4) & M, R_2 = rotl(w, 10) & M,
     u = (w & L) | ((v << 2) & ~L), R_3 = (u << 6) & M, S_3 = rotl(u, 12) & M.
 
-    Scales, bytes [E, N/64, K/64, 256]: of a block [4 warps w][8 g][2 words p]. A word is four bytes, the lowest first,
-    rotated right by 4: row g in steps 2 p and 2 p + 1, then row g + 8 in the same. A byte is 0 or has 5 bits of
-    exponent e over 3 of mantissa m, (1 + m / 8) * 2**(e - 21): E4M3 without subnormals. Of the E4M3 byte b: 0 -> 0;
-    1 to 7 -> 96, 104, 108, 112, 114, 116, 118; 8 to 127 -> b + 112. The bytes 128 to 255, negative, which no block
-    scale is, go in order to those that are left, in order.
+    Scales are bytes [E, N/64, K/64, 256]; a block is [4 warps w][8 g][2 words p]. A word is four bytes, the lowest
+    first, rotated right by 4: row g in steps 2 p and 2 p + 1, then row g + 8 in these steps. A byte is 0 or has 5 bits
+    of exponent e over 3 of mantissa m, (1 + m / 8) * 2**(e - 21): E4M3 without subnormals. The E4M3 byte b becomes:
+    0 -> 0; 1 to 7 -> 96, 104, 108, 112, 114, 116, 118; 8 to 127 -> b + 112. The bytes 128 to 255 are negative and never
+    block scales; they map to the remaining bytes, in order.
     """
     experts, n, half = qdata.shape
     rows, columns = n // TILE, 2 * half // TILE
@@ -72,7 +73,7 @@ def to_tiled(qdata: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def from_tiled(qdata: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
-    """The inverse of `to_tiled`."""
+    """Undo `to_tiled`."""
     experts, n, half = qdata.shape
     rows, columns = n // TILE, 2 * half // TILE
     table = torch.argsort(scale_table(qdata.device)).to(torch.uint8)
@@ -95,25 +96,25 @@ def from_tiled(qdata: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _register(pair: Tensor) -> Tensor:
-    """Bytes of two codes, the even k in the low nibble -> int32 registers of `to_tiled`."""
+    """Convert bytes of two codes, the even k in the low nibble, to int32 registers of `to_tiled`."""
     word = pair.int()
     return (word & 7) << 6 | (word & 8) << 12 | (word & 0x70) << 18 | (word & 0x80) << 24
 
 
 def _code_pair(register: Tensor) -> Tensor:
-    """The inverse of `_register`; ignores the bits of other registers in the word."""
+    """Undo `_register`; the bits of other registers in the word are ignored."""
     magnitudes = (register >> 6 & 7) | (register >> 18 & 0x70)
     return (magnitudes | (register >> 12 & 8) | (register >> 24 & 0x80)).to(torch.uint8)
 
 
 def _rotate(word: Tensor, left: int) -> Tensor:
-    """32-bit rotation of int32."""
+    """Rotate int32 left within 32 bits."""
     left %= 32
     return word << left | (word >> 32 - left & (1 << left) - 1)
 
 
 def scale_table(device: torch.device) -> Tensor:
-    """uint8 (256,): the byte that stands for each E4M3 byte in `to_tiled`, made on the device without a copy to it."""
+    """Return uint8 (256,), the byte of `to_tiled` for each E4M3 byte, computed on the device without a copy to it."""
     byte = torch.arange(128, device=device, dtype=torch.int32)
     # The upper bits of a small integer as float32 are its exponent and 3 bits of mantissa.
     subnormal = ((byte.float().view(torch.int32) >> 20) - 920).clamp_min(0)

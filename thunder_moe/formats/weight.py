@@ -1,4 +1,4 @@
-"""The packed weights of experts, `NVFP4Weight` and `MXFP8Weight`: their layout, and what needs no decoding.
+"""The packed weights of experts, `NVFP4Weight` and `MXFP8Weight`, with the operations that need no decoding.
 Called by the formats' modules, kernels, ops, nn, checkpoint and integrations; calls block_format, layouts and checks.
 
 Values are ``w[e, n, k] = e2m1(qdata) * scale[e, n, k // 16] * global_scale[e]`` in NVFP4, 4-bit floats (E2M1) in blocks
@@ -35,8 +35,8 @@ class PackedWeight:
         format: the number format, by class.
         qdata: the codes.
         scale: the block scales.
-        global_scale: a float32 multiplier, or None where the format has none.
-        layout: how `qdata` and `scale` lie in memory, a name of `layouts.REGISTRY`.
+        global_scale: a float32 multiplier, or None if the format has none.
+        layout: the order of `qdata` and `scale` in memory, a name of `layouts.REGISTRY`.
     """
 
     format: ClassVar[BlockFormat]
@@ -53,7 +53,7 @@ class PackedWeight:
 
     @property
     def shape(self) -> tuple[int, int, int]:
-        """(E, N, K), the shape of the 16-bit weight."""
+        """Return (E, N, K), the shape of the 16-bit weight."""
         experts, n, codes = self.qdata.shape
         return experts, n, self.format.codes_per_byte * codes
 
@@ -63,21 +63,21 @@ class PackedWeight:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the tensors."""
+        """Return the bytes of the tensors."""
         return sum(tensor.nbytes for tensor in self.tensors())
 
     def tensors(self) -> tuple[Tensor, ...]:
-        """The tensors, in the order of `format.fields`."""
+        """Return the tensors, in the order of `format.fields`."""
         raise NotImplementedError
 
     def with_tensors(self, tensors: Iterable[Tensor]) -> Self:
-        """A weight in the same layout of other tensors, in the order of `format.fields`."""
+        """Return a weight in the same layout with other tensors, in the order of `format.fields`."""
         weight: Any = self
         return cast("Self", replace(weight, **dict(zip(self.format.fields, tensors, strict=True))))
 
     @cached_property
     def blocks(self) -> tuple[Tensor, ...]:
-        """The tensors in the shapes that tell their layout (`layouts.block_shapes`), always the same objects."""
+        """Return the tensors in the shapes that tell their layout (`layouts.block_shapes`), always the same objects."""
         if self.layout == LINEAR:
             return self.tensors()
         codes, scales = block_shapes(*self.shape, self.layout, self.format)
@@ -85,7 +85,7 @@ class PackedWeight:
 
     @cached_property
     def dense_blocks(self) -> tuple[Tensor, ...]:
-        """`blocks` of a single weight (1, N, K) without the dimension of experts, always the same objects."""
+        """Return `blocks` of a single weight (1, N, K) without the dimension of experts, always the same objects."""
         return tuple(tensor[0].detach() for tensor in self.blocks)
 
     def to(self, device: torch.device | str) -> Self:
@@ -93,8 +93,9 @@ class PackedWeight:
         return self.with_tensors(tensor.to(device) for tensor in self.tensors())
 
     def to_layout(self, layout: str) -> Self:
-        """Return the weight in another layout, exact both ways ("tiled_64x64" clears codes of NVFP4 whose block scale
-        is 0, since their value is 0).
+        """Return the weight in another layout, exactly.
+
+        "tiled_64x64" clears codes of NVFP4 whose block scale is 0, because their value is 0.
 
         Raises:
             ValueError: the layout is unknown, or its kernels cannot take this shape.
@@ -111,19 +112,19 @@ class PackedWeight:
         return cast("Self", replace(weight, qdata=qdata, scale=scale, layout=layout))
 
     def rows(self, rows: slice) -> Self:
-        """Some of the rows of a "linear" weight, of all experts: (E, those rows, K), views."""
+        """Return some of the rows of a "linear" weight, of all experts: (E, those rows, K), views."""
         assert self.layout == LINEAR
         return self.with_tensors(tensor[:, rows] for tensor in self.tensors())
 
     @staticmethod
     def concatenate(*weights: Weight) -> Weight:
-        """Stacks the rows of "linear" weights of one format, exactly: (E, N1, K), (E, N2, K), ... -> (E, N1 + N2 + ...,
-        K).
+        """Stacks the rows of "linear" weights of one format, exactly.
 
-        The global scales of NVFP4 become one per row, since each weight has its own. One weight alone stays unchanged.
+        Weights (E, N1, K), (E, N2, K), ... become (E, N1 + N2 + ..., K). The global scales of NVFP4 become one per row,
+        because each weight has its own. One weight alone stays unchanged.
 
         Raises:
-            TypeError: one of them is no packed weight of the first one's format.
+            TypeError: one of them is not a packed weight of the first one's format.
             ValueError: there are none, a layout is not "linear", or the experts or in_features differ.
         """
         if not weights:
@@ -146,7 +147,7 @@ class PackedWeight:
         return first.with_tensors(joined(each, 1) for each in tensors)
 
     def _per_row(self) -> tuple[Tensor, ...]:
-        """The tensors of a "linear" weight, each with the rows in dim 1."""
+        """Return the tensors of a "linear" weight, each with the rows in dim 1."""
         return self.tensors()
 
 
@@ -158,12 +159,12 @@ class NVFP4Weight(PackedWeight):
         qdata: uint8 (E, N, K // 2); two E2M1 codes a byte, the low nibble is the even k ("tiled_64x64": the same
             bits in another order).
         scale: float8_e4m3fn block scales (E, N, K // 16); "swizzled_128x4": (E, N padded to 128, K // 16 padded to 4);
-            "tiled_64x64": the bytes are of another code than E4M3.
+            "tiled_64x64": the bytes have another code than E4M3.
         global_scale: float32 (E,) or (E, N), the multiplier that decodes (its inverse is the encode scale).
-        layout: how `qdata` and `scale` lie in memory, a name of `layouts.REGISTRY`.
+        layout: the order of `qdata` and `scale` in memory, a name of `layouts.REGISTRY`.
 
     Raises:
-        TypeError: one of the three is no tensor.
+        TypeError: one of the three is not a tensor.
         ValueError: a tensor has the wrong rank, shape, dtype or device, or the layout is unknown or not for the shape.
     """
 
@@ -175,9 +176,9 @@ class NVFP4Weight(PackedWeight):
 
     @classmethod
     def unchecked(cls, qdata: Tensor, scale: Tensor, global_scale: Tensor, layout: str) -> NVFP4Weight:
-        """A weight without the checks, for callers that have made them: the operators do so at every call."""
+        """Return a weight without the checks, for callers that have made them: the operators do so at every call."""
         weight = object.__new__(cls)
-        # One by one: dynamo of torch 2.10 traces no update of __dict__.
+        # One by one, because dynamo of torch 2.10 does not trace an update of __dict__.
         object.__setattr__(weight, "qdata", qdata)
         object.__setattr__(weight, "scale", scale)
         object.__setattr__(weight, "global_scale", global_scale)
@@ -185,17 +186,17 @@ class NVFP4Weight(PackedWeight):
         return weight
 
     def tensors(self) -> tuple[Tensor, Tensor, Tensor]:
-        """(qdata, scale, global_scale)."""
+        """Return (qdata, scale, global_scale)."""
         return self.qdata, self.scale, self.global_scale
 
     def rows(self, rows: slice) -> NVFP4Weight:
-        """Some of the rows of a "linear" weight, of all experts: (E, those rows, K), views."""
+        """Return some of the rows of a "linear" weight, of all experts: (E, those rows, K), views."""
         assert self.layout == LINEAR
         of_rows = self.global_scale if self.global_scale.ndim == 1 else self.global_scale[:, rows]
         return NVFP4Weight(self.qdata[:, rows], self.scale[:, rows], of_rows)
 
     def row_global_scale(self) -> Tensor:
-        """The global scale as (E, N), a view."""
+        """Return the global scale as (E, N), a view."""
         experts, n, _ = self.shape
         return (self.global_scale[:, None] if self.global_scale.ndim == 1 else self.global_scale).expand(experts, n)
 
@@ -210,10 +211,10 @@ class MXFP8Weight(PackedWeight):
     Attributes:
         qdata: float8_e4m3fn (E, N, K).
         scale: float8_e8m0fnu block scales (E, N, K // 32), powers of two.
-        layout: how they lie in memory, a name of `layouts.REGISTRY`.
+        layout: their order in memory, a name of `layouts.REGISTRY`.
 
     Raises:
-        TypeError: one of the two is no tensor.
+        TypeError: one of the two is not a tensor.
         ValueError: a tensor has the wrong rank, shape, dtype or device, or the layout is unknown or not for the shape.
     """
 
@@ -225,7 +226,7 @@ class MXFP8Weight(PackedWeight):
 
     @classmethod
     def unchecked(cls, qdata: Tensor, scale: Tensor, layout: str) -> MXFP8Weight:
-        """A weight without the checks, for callers that have made them: the operators do so at every call."""
+        """Return a weight without the checks, for callers that have made them: the operators do so at every call."""
         weight = object.__new__(cls)
         object.__setattr__(weight, "qdata", qdata)
         object.__setattr__(weight, "scale", scale)
@@ -233,7 +234,7 @@ class MXFP8Weight(PackedWeight):
         return weight
 
     def tensors(self) -> tuple[Tensor, Tensor]:
-        """(qdata, scale)."""
+        """Return (qdata, scale)."""
         return self.qdata, self.scale
 
 
@@ -245,9 +246,9 @@ class WeightOperands(NamedTuple):
     """The arguments of an operator that are the tensors of one packed weight, unchecked.
 
     Attributes:
-        codes: qdata transposed, (E, K // codes_per_byte, N); without E for a dense layer, as the other tensors.
+        codes: qdata transposed, (E, K // codes_per_byte, N). A dense layer's tensors have no dimension E.
         scale: as in the packed weight.
-        global_scale: likewise; None where the format has none.
+        global_scale: as in the packed weight; None if the format has none.
         format: the number format.
         names: of the arguments, for messages.
     """
@@ -260,7 +261,7 @@ class WeightOperands(NamedTuple):
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        """The arguments, in the order of `format.fields`."""
+        """Return the arguments, in the order of `format.fields`."""
         codes, scale, global_scale, *_ = self
         return (codes, scale) if global_scale is None else (codes, scale, global_scale)
 
@@ -270,7 +271,7 @@ class WeightOperands(NamedTuple):
         check_weight(codes, scale, global_scale, layout, format=format, names=names, transposed=True)
 
     def packed(self, layout: str) -> Any:
-        """Return the packed weight (E, N, K), where checks have passed; E is 1 for a dense layer."""
+        """Return the packed weight (E, N, K) after checks have passed; E is 1 for a dense layer."""
         tensors, dtype = self.tensors, self.format.code_dtypes[0]
         if self.codes.ndim == 2:
             tensors = tuple(tensor[None] for tensor in tensors)
@@ -280,7 +281,7 @@ class WeightOperands(NamedTuple):
 
 
 def joined(tensors: Sequence[Tensor], dim: int) -> Tensor:
-    """Tensors of one dtype one after the other along a dimension; 8-bit floats as bytes, which every device joins."""
+    """Concatenate tensors of one dtype along a dimension; 8-bit floats as bytes, which every device supports."""
     first = tensors[0]
     if first.itemsize > 1 or not first.is_floating_point():
         return torch.cat(list(tensors), dim)
@@ -297,22 +298,22 @@ def check_weight(
     names: Sequence[str] | None = None,
     transposed: bool = False,
 ) -> None:
-    """Checks the tensors of a weight: rank, dtypes, shapes, layout and devices, nothing that needs their data.
+    """Checks the rank, dtypes, shapes, layout and devices of a weight's tensors, without their data.
 
     Args:
-        qdata: (E, N, K // codes_per_byte), of the format's first dtype; when transposed of any of them, (E, K //
-            codes_per_byte, N), as operators take it.
+        qdata: (E, N, K // codes_per_byte) of the format's first dtype. When transposed, an operator's argument
+            (E, K // codes_per_byte, N) of any of the format's dtypes.
         scale: as in the weight.
-        global_scale: likewise; None of a format without.
+        global_scale: as in the weight; None if the format has none.
         layout: of the weight.
         format: of the weight.
-        names: of the tensors, for the message; by default those of the weight's attributes.
+        names: of the tensors, for the message; None: the names of the weight's attributes.
         transposed: see qdata.
 
     Raises:
-        ValueError: names the tensor, what it was and what is wanted.
+        ValueError: names the tensor, its value and the wanted one.
     """
-    # No message is formatted before a check has failed: the operators run this at every call.
+    # Messages are formatted only after a check has failed, because the operators run this at every call.
     known, (name, scale_name, *global_name) = find_layout(layout, format), names or format.fields
     per_byte, dtypes = format.codes_per_byte, format.code_dtypes
     if transposed:

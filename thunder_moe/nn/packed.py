@@ -70,7 +70,7 @@ class PackedModule(AdaptableLinear):
     _layout_to_be: str | None = None  # the layout after the scales follow the codes that were loaded
     _relaid: int = 0  # times that a buffer took another shape: torch.compile of torch < 2.13 guards no shape here
     _part_features: tuple[int, ...] | None = None  # None: evenly
-    _cut: Any = None  # how parallel.shards has cut the weight: this rank has a part of what state dicts have
+    _sharding: Any = None  # the WeightSharding of parallel.shards, if this rank has a shard of the weight
     # For a weight that processes share by transformers' plans: (dim, index, count) of this one's part, dim 0 of
     # experts, 1 of out_features, 2 of in_features.
     process_part: tuple[int, int, int] | None = None
@@ -320,8 +320,8 @@ class PackedModule(AdaptableLinear):
     def _load_from_state_dict(
         self, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any], *options: Any
     ) -> None:
-        if self._cut is not None:
-            state_dict = self._cut.own_parts(self, state_dict, prefix)
+        if self._sharding is not None:
+            state_dict = self._sharding.local_state_dict(self, state_dict, prefix)
         fields = self._fields
         state_dict = _by_bits(state_dict, prefix, self.format)
         given = [field for field in fields if f"{prefix}{field}" in state_dict]

@@ -1,11 +1,11 @@
 """The exchange of tokens between expert-parallel ranks, by collectives of torch.distributed.
 Called by parallel.modules; calls torch.distributed, its functional collectives and ops.combine.
 
-    send     tokens (T, H) -> what can travel before the router has chosen
-    start    the same tokens, global expert ids (T, A) -> collectives that run by themselves
-    receive  -> ids of its own experts (T', A), then the tokens of all ranks that this one has an expert for, (T', H)
-    combine  the sums (T', H) of this rank's experts -> (T, H), a token's sums of all ranks added; where `sums_rows`,
-             the rows of the experts, of which it adds up one rank's tokens while the last one's sums travel
+    send     tokens (T, H) -> collectives that start before the router has chosen
+    start    the same tokens, global expert ids (T, A) -> running collectives
+    receive  -> local expert ids (T', A), then the tokens (T', H) of all ranks that have an expert on this rank
+    combine  the sums (T', H) of this rank's experts -> (T, H), each token's sums of all ranks added. With `sums_rows`
+             it takes the rows of the experts, and adds up one rank's tokens while the sums of the last one travel
 
 A token goes once to each rank that has one of its experts ("all_to_all"), or to all ("all_gather").
 
@@ -38,14 +38,14 @@ class Sent:
     """The collectives that `Exchange.start` has begun.
 
     Attributes:
-        rows: (T', H), the tokens of others; a collective that may still run, for `wait`.
-        routing: float32 (T', A or 2A), their expert ids, then their weights; likewise.
+        rows: (T', H), the received tokens; may be a running collective, for `wait`.
+        routing: float32 (T', A or 2A), their expert ids, then their weights; may be a running collective, too.
         top_k: A.
-        weighted: whether there are weights.
+        weighted: True if `routing` has weights.
         tokens: T.
-        first: what the numbers of this rank's experts begin with in `routing`.
-        overflow: int64 scalar, tokens that a rank had no room for; None where there always is.
-        back: what `combine` needs to bring the sums back.
+        first: the global id of this rank's first expert.
+        overflow: int64 scalar, tokens that a rank had no room for; None if there always is room.
+        back: the exchange's own data, for `finish`.
     """
 
     rows: Any
@@ -58,36 +58,39 @@ class Sent:
     back: tuple[Any, ...]
 
     def receive_routing(self) -> tuple[Tensor, Tensor | None]:
-        """Waits for the collective: int32 ids (T', A) among this rank's experts, outside of [0, L) where the expert is
-        elsewhere, and float32 weights (T', A)."""
+        """Waits for the routing; returns int32 local expert ids (T', A) and float32 weights (T', A).
+
+        An id outside of [0, L) is an expert of another rank."""
         routing = wait(self.routing)
         ids = (routing[:, : self.top_k].detach() - self.first).to(torch.int32)
         return ids, routing[:, self.top_k :].contiguous() if self.weighted else None
 
     def receive_rows(self) -> Tensor:
-        """Waits for the tokens (T', H), which may travel while the ids are sorted."""
+        """Waits for the tokens, and returns them (T', H). They may travel while the caller sorts the ids."""
         return wait(self.rows)
 
 
 class Exchange:
-    """Brings tokens to the ranks of their experts, and sums back. A subclass has `start`, `send_back` and `finish`;
-    ``ExpertParallel(exchange=...)`` takes it, so that the dispatch and combine of another library can be called.
+    """Sends tokens to the ranks of their experts, and sums back.
+
+    A subclass implements `start`, `send_back` and `finish`; ``ExpertParallel(exchange=...)`` takes it, so that the
+    dispatch and combine of another library can be called.
 
     Args:
-        mesh: one-dimensional, of the ranks; rank r has the experts r * L to (r + 1) * L - 1.
+        mesh: one-dimensional; rank r has the experts r * L to (r + 1) * L - 1.
         experts: L.
-        capacity: None: buffers of the exact sizes, which the host waits for once a call. A number: buffers of that
+        capacity: None: buffers have the exact sizes, for which the host waits once a call. A number: buffers of that
             many tokens for each pair of ranks, the same on all ranks, and no synchronisation.
     """
 
-    sums_rows = False  # whether there is a `send_rows_back`
+    sums_rows = False  # True if the class implements `send_rows_back`
 
     def __init__(self, mesh: DeviceMesh, experts: int, capacity: int | None = None) -> None:
         self.mesh, self.experts, self.capacity = mesh, experts, capacity
         self.ranks, self.rank = mesh.size(), mesh.get_local_rank()
 
     def send(self, x: Tensor) -> Any:
-        """Sends tokens (T, H) off where that does not depend on their experts -> what `start` takes as `early`.
+        """Starts to send tokens (T, H) if that does not need their expert ids; returns the argument `early` of `start`.
 
         Raises:
             ValueError: "all_gather" with more tokens than its capacity.
@@ -95,13 +98,13 @@ class Exchange:
         return None
 
     def start(self, x: Tensor, ids: Tensor, weights: Tensor | None = None, early: Any = None) -> Sent:
-        """Sends tokens off.
+        """Starts to send tokens and their routing.
 
         Args:
             x: (T, H).
-            ids: integers (T, A), of all experts; one outside of [0, R * L) is of none.
-            weights: floating point (T, A), go along; or None.
-            early: what `send` gave of the tokens, if it was called.
+            ids: integers (T, A), global expert ids; ids outside of [0, R * L) are ignored.
+            weights: floating point (T, A), sent along; or None.
+            early: the result of `send` for the tokens, if it was called.
 
         Raises:
             ValueError: "all_gather" with more tokens than its capacity.
@@ -109,29 +112,34 @@ class Exchange:
         raise NotImplementedError
 
     def send_back(self, sums: Tensor, sent: Sent) -> Any:
-        """Sends the sums (T', H) of this rank's experts off, for `finish`; a collective that may still run."""
+        """Starts to send the sums (T', H) of this rank's experts; returns the argument `returned` of `finish`."""
         raise NotImplementedError
 
     def send_rows_back(self, rows: Tensor, offsets: Tensor, slot_row: Tensor) -> Tensor:
-        """The same with rows (M, H) of the experts, their ends (L,), and the rows int32 (T', A) of each token, for
-        plain tensors without gradients."""
+        """Adds up the rows of each token and sends the sums, like `send_back`; for plain tensors without gradients.
+
+        Args:
+            rows: (M, H), the results of the experts.
+            offsets: int32 (L,), their row ends.
+            slot_row: int32 (T', A), the rows of each token.
+        """
         raise NotImplementedError
 
     def finish(self, returned: Any, sent: Sent) -> Tensor:
-        """Waits for what comes back, -> (T, H)."""
+        """Waits for the sums of this rank's tokens, and returns them (T, H)."""
         raise NotImplementedError
 
     def combine(self, sums: Tensor, sent: Sent) -> Tensor:
-        """(T', H) -> (T, H)."""
+        """Sends the sums (T', H) back, and returns the sums of this rank's tokens (T, H)."""
         return self.finish(self.send_back(sums, sent), sent)
 
     @property
     def first(self) -> int:
-        """The first expert of this rank."""
+        """Return the global id of this rank's first expert."""
         return self.rank * self.experts
 
-    def sharers(self, top_k: int) -> int:
-        """One in about so many of the ids that `Sent.receive_routing` gives is of an expert of this rank."""
+    def expert_ranks(self, top_k: int) -> int:
+        """Return n where about one in n of the ids of `Sent.receive_routing` is an expert of this rank."""
         return self.ranks
 
     @property
@@ -139,24 +147,24 @@ class Exchange:
         return self.mesh.get_group()
 
     def _routing(self, ids: Tensor, weights: Tensor | None) -> Tensor:
-        """Ids and weights as one float32 tensor (T, A or 2A), for one collective; floats hold ids below 2**24."""
+        """Return ids and weights as one float32 tensor (T, A or 2A), for one collective; exact for ids below 2**24."""
         return ids.float() if weights is None else torch.cat([ids.float(), weights.float()], 1)
 
 
 class AllToAll(Exchange):
-    """A token goes once to each rank that has one of its experts."""
+    """The exchange that sends a token once to each rank that has one of its experts."""
 
-    def sharers(self, top_k: int) -> int:
+    def expert_ranks(self, top_k: int) -> int:
         if self.capacity is not None:
             return self.ranks
-        # Only tokens with an expert here come: of experts that are spread evenly, so many have one.
+        # Only tokens with an expert on this rank arrive: with evenly chosen experts, this share of all tokens.
         return round(self.ranks * (1 - (1 - 1 / self.ranks) ** top_k))
 
     def start(self, x: Tensor, ids: Tensor, weights: Tensor | None = None, early: Any = None) -> Sent:
         tokens, top_k = ids.shape
         ranks_R = torch.arange(self.ranks, device=ids.device)
         wanted_TR = ((ids // self.experts)[..., None] == ranks_R).any(1)
-        # Rows are sorted by rank as those of experts are sorted by expert; a slot is t * R + r.
+        # moe_route sorts rows by rank here, with the ranks in place of experts; slot = t * R + r.
         row_slot, ends_R, slot_row = torch.ops.thunder_moe.moe_route(
             torch.where(wanted_TR, ranks_R, -1), self.ranks
         )  # fmt: skip
@@ -180,13 +188,13 @@ class AllToAll(Exchange):
                 filled = (place_C < counts_R[:, None]).flatten()
                 rows, routing = rows.index_select(0, token), routing.index_select(0, token)
                 routing = torch.where(filled[:, None], routing, -1.0)
-            else:  # still in the graph of gradients: the backward has collectives, too
+            else:  # padding keeps x in the autograd graph: the backward has collectives, too
                 rows, routing = (F.pad(t, (0, 0, 0, room * self.ranks), value=-1.0) for t in (rows, routing))
             position_TR = slot_row - starts_R
             fits_TR = (slot_row >= 0) & (position_TR < room)
             slot_row = torch.where(fits_TR, position_TR + ranks_R * room, -1).int()
             ends_R = (ranks_R + 1).int() * room
-        # In this order: the ids are sorted while the tokens travel.
+        # The routing goes first: ids are sorted while the tokens travel.
         routing = _all_to_all(routing, coming, sending, self._group)
         sent = _all_to_all(rows, coming, sending, self._group)
         back = (slot_row, ends_R, coming, sending)
@@ -203,8 +211,7 @@ class AllToAll(Exchange):
 
 
 class AllGather(Exchange):
-    """All tokens go to all ranks, and the sums come back added: the least overhead where ranks are few or top_k is
-    large."""
+    """The exchange that sends all tokens to all ranks and reduces the sums, for few ranks or a large top_k."""
 
     def start(self, x: Tensor, ids: Tensor, weights: Tensor | None = None, early: Any = None) -> Sent:
         tokens, top_k = ids.shape
@@ -217,7 +224,7 @@ class AllGather(Exchange):
             rows, x = early
             routing = _padded(routing, x.shape[0], -1.0)
             all_routing = _all_gather(routing, self._group)
-        # The memory of x and routing is read by another stream until the wait.
+        # x and routing are kept alive: another stream reads their memory until the wait.
         return Sent(rows, all_routing, top_k, weights is not None, tokens, self.first, None, (x, routing))
 
     def _room(self, x: Tensor) -> int:
@@ -238,7 +245,7 @@ class AllGather(Exchange):
     def _gather(self, x: Tensor, routing: Tensor) -> tuple[Any, Any]:
         gradients = torch.is_grad_enabled() and (x.requires_grad or routing.requires_grad)
         if x.is_cuda and not gradients:  # one kernel of NCCL's
-            run: Any = _named(collectives, "all_gather_into_tensor_coalesced")
+            run: Any = _collective(collectives, "all_gather_into_tensor_coalesced")
             rows, all_routing = run([x, routing], self._group)
             return rows, all_routing
         return _all_gather(x, self._group), _all_gather(routing, self._group)
@@ -248,9 +255,10 @@ class AllGather(Exchange):
 
 
 class SymmetricMemory(AllGather):
-    """`AllGather` by copies between GPUs that can read each other's memory, which leave the multiprocessors to the
-    experts; for inference. Tokens travel while the router chooses, sums of one rank's tokens while the next ones are
-    added up."""
+    """`AllGather` by copies between GPUs that can read each other's memory; for inference.
+
+    The copies leave the multiprocessors to the experts. Tokens travel while the router chooses, and the sums of one
+    rank's tokens while the next rank's are added up."""
 
     sums_rows = True
 
@@ -286,11 +294,11 @@ class SymmetricMemory(AllGather):
         return total
 
     def _reduce_scatter(self, x: Tensor) -> Tensor:
-        return _pending(torch.ops.symm_mem._low_contention_reduce_scatter(x, "sum", self._group.group_name))
+        return _async_tensor(torch.ops.symm_mem._low_contention_reduce_scatter(x, "sum", self._group.group_name))
 
 
 def _start_symmetric(x: Tensor, ranks: int, group_name: Any) -> Tensor:
-    # The workspace has to have its size for the sums before others read it: growing makes a new one.
+    # The workspace has to be large enough for the sums before other ranks read it: growing it allocates a new one.
     symmetric_memory.get_symm_mem_workspace(group_name, ranks * x.nbytes)
     rows: Tensor = torch.ops.symm_mem._low_contention_all_gather(x, group_name)
     return rows
@@ -298,7 +306,7 @@ def _start_symmetric(x: Tensor, ranks: int, group_name: Any) -> Tensor:
 
 @torch.library.custom_op("thunder_moe::symmetric_all_gather", mutates_args=())
 def _symmetric_all_gather(x: Tensor, ranks: int, group_name: str) -> Tensor:
-    """(T, H) -> (ranks * T, H), for graphs: torch's compiler cannot trace what gives the workspace its size."""
+    """Gather (T, H) -> (ranks * T, H), for graphs: torch's compiler cannot trace the allocation of the workspace."""
     rows: Tensor = collectives.wait_tensor(_start_symmetric(x, ranks, group_name))
     return rows
 
@@ -316,7 +324,7 @@ EXCHANGES: dict[str, type[Exchange]] = {
 
 
 def _host_sizes(sizes: Tensor) -> list[list[int]]:
-    """Sizes (N, R) on the host: the one synchronisation of a call."""
+    """Copy sizes (N, R) to the host, which is the only synchronisation of a call."""
     known: list[list[int]] = sizes.tolist()
     for size in (size for row in known for size in row):
         torch._check(size >= 0)
@@ -324,13 +332,13 @@ def _host_sizes(sizes: Tensor) -> list[list[int]]:
 
 
 def _padded(x: Tensor, rows: int, value: float = 0.0) -> Tensor:
-    """(T, ...) with so many rows, contiguous."""
+    """Pad a tensor (T, ...) to a number of rows; the result is contiguous."""
     return (x if x.shape[0] == rows else F.pad(x, (0, 0, 0, rows - x.shape[0]), value=value)).contiguous()
 
 
 def wait(tensor: Any) -> Tensor:
-    """The plain tensor that a collective gives. One with a gradient waits by itself where it is first read."""
-    if isinstance(tensor, _UnderWay):
+    """Wait for a collective, and return its plain tensor. A result with a gradient waits at its first use instead."""
+    if isinstance(tensor, _RunningCollective):
         return tensor.wait()
     if isinstance(tensor, collectives.AsyncCollectiveTensor) and not tensor.requires_grad:
         waited: Tensor = tensor.wait()
@@ -339,8 +347,8 @@ def wait(tensor: Any) -> Tensor:
     return plain
 
 
-def _pending(tensor: Tensor) -> Tensor:
-    """What an operator gives whose work still runs, as the functional collectives give it."""
+def _async_tensor(tensor: Tensor) -> Tensor:
+    """Wrap the result of an asynchronous operator like the result of a functional collective."""
     if torch.compiler.is_compiling():
         waited: Tensor = collectives.wait_tensor(tensor)
         return waited
@@ -348,8 +356,8 @@ def _pending(tensor: Tensor) -> Tensor:
 
 
 @dataclass
-class _UnderWay:
-    """A tensor that a collective of plain calls fills."""
+class _RunningCollective:
+    """The output of a non-functional collective that may still run."""
 
     tensor: Tensor
     work: Any
@@ -360,11 +368,13 @@ class _UnderWay:
 
 
 def _all_to_all(x: Tensor, coming: list[int], sending: list[int], group: Any) -> Any:
-    if is_plain_eager(x):  # a third of the host's time for a functional collective
+    if is_plain_eager(x):  # takes a third of the host time of a functional collective
         out = x.new_empty(sum(coming), *x.shape[1:])
-        return _UnderWay(out, dist.all_to_all_single(out, x.contiguous(), coming, sending, group, async_op=True))
-    of_gradients = torch.is_grad_enabled() and x.requires_grad
-    run: Any = collectives.all_to_all_single_autograd if of_gradients else collectives.all_to_all_single
+        return _RunningCollective(
+            out, dist.all_to_all_single(out, x.contiguous(), coming, sending, group, async_op=True)
+        )
+    needs_gradient = torch.is_grad_enabled() and x.requires_grad
+    run: Any = collectives.all_to_all_single_autograd if needs_gradient else collectives.all_to_all_single
     return run(x.contiguous(), coming, sending, group)
 
 
@@ -372,7 +382,7 @@ def _all_gather(x: Tensor, group: Any) -> Any:
     x, ranks = x.contiguous(), dist.get_world_size(group)
     if is_plain_eager(x):
         out = x.new_empty(ranks * x.shape[0], *x.shape[1:])
-        return _UnderWay(out, _named(dist, "all_gather_into_tensor")(out, x, group, async_op=True))
+        return _RunningCollective(out, _collective(dist, "all_gather_into_tensor")(out, x, group, async_op=True))
     if x.device.type == "cpu":
         # Two functional all-gathers that end at once on gloo can end the process (docs/distributed.md, "On CPUs").
         return torch.ops.thunder_moe.cpu_all_gather(x, ranks, group.group_name)
@@ -392,15 +402,15 @@ def _reduce_scatter(x: Tensor, group: Any) -> Tensor:
 def _cpu_all_gather(x: Tensor, ranks: int, group_name: str) -> Tensor:
     """Return the rows of all ranks, (T, ...) -> (ranks * T, ...); differentiable."""
     out = x.new_empty(ranks * x.shape[0], *x.shape[1:])
-    _named(dist, "all_gather_into_tensor")(out, x, _group_named(group_name))
+    _collective(dist, "all_gather_into_tensor")(out, x, _process_group(group_name))
     return out
 
 
 @torch.library.custom_op("thunder_moe::cpu_reduce_scatter", mutates_args=(), device_types="cpu")
 def _cpu_reduce_scatter(x: Tensor, ranks: int, group_name: str) -> Tensor:
-    """Return this rank's part of the sum over the ranks, (ranks * T, ...) -> (T, ...); differentiable."""
+    """Return this rank's rows of the sum over the ranks, (ranks * T, ...) -> (T, ...); differentiable."""
     out = x.new_empty(x.shape[0] // ranks, *x.shape[1:])
-    _named(dist, "reduce_scatter_tensor")(out, x, group=_group_named(group_name))
+    _collective(dist, "reduce_scatter_tensor")(out, x, group=_process_group(group_name))
     return out
 
 
@@ -414,7 +424,7 @@ def _(x: Tensor, ranks: int, group_name: str) -> Tensor:
     return x.new_empty(x.shape[0] // ranks, *x.shape[1:])
 
 
-def _group_named(name: str) -> Any:
+def _process_group(name: str) -> Any:
     private: Any = dist.distributed_c10d
     return private._resolve_process_group(name)
 
@@ -436,7 +446,7 @@ _cpu_reduce_scatter.register_autograd(_backward_of_reduce_scatter, setup_context
 
 
 # The older name of each collective -> its name since torch 2.13.
-_NEWER = {
+_SINCE_2_13 = {
     "all_gather_into_tensor": "all_gather_single",
     "reduce_scatter_tensor": "reduce_scatter_single",
     "all_gather_tensor": "all_gather_single",
@@ -444,12 +454,12 @@ _NEWER = {
 }
 
 
-def _named(module: Any, name: str, suffix: str = "") -> Any:
-    """Return a collective of a module by the name that this version of torch has for it."""
-    newer = _NEWER[name]  # no key has the module in it: torch 2.11 does not trace the look-up of one
+def _collective(module: Any, name: str, suffix: str = "") -> Any:
+    """Return a collective of a module by its name in this version of torch."""
+    newer = _SINCE_2_13[name]  # keyed by the name alone: torch 2.11 does not trace a look-up by module
     return getattr(module, (newer if hasattr(module, newer) else name) + suffix)
 
 
 def _functional(name: str, x: Tensor) -> Any:
-    """Return a functional collective; the one with a gradient where x needs one."""
-    return _named(collectives, name, "_autograd" if torch.is_grad_enabled() and x.requires_grad else "")
+    """Return a functional collective, with a gradient if x needs one."""
+    return _collective(collectives, name, "_autograd" if torch.is_grad_enabled() and x.requires_grad else "")

@@ -1,4 +1,4 @@
-"""`expert_load`: how many tokens the experts of an expert-parallel model got in its last steps.
+"""`expert_load`: the number of tokens that each expert of an expert-parallel model got in the last steps.
 Called by users and parallel.modules, which record; calls torch alone.
 
 Legend: S steps, L experts of a rank.
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from thunder_moe.formats.checks import require_module
 
-__all__ = ["ExpertLoad", "add_buffers", "expert_load", "own_buffers", "record"]
+__all__ = ["ExpertLoad", "add_buffers", "expert_load", "load_buffers", "record"]
 
 _RECENT, _DROPPED = "_recent_load", "_dropped_tokens"
 
@@ -25,13 +25,12 @@ class ExpertLoad:
     """The load of one layer.
 
     Attributes:
-        tokens: int64 (S, experts), the rows that each expert computed in each of the last steps, oldest first; -1 in
-            steps that were not made yet. Of this rank's experts, or of all. A forward that torch.utils.checkpoint runs
-            again is no step of its own, but that of a compiled layer is.
-        first_expert: the number of the first of them.
-        dropped: int64 scalar, since the model was parallelized: how often a token found no room on a rank that had
-            experts for it, which only happens with a `capacity` below the worst case. Of the tokens of this rank, or of
-            all.
+        tokens: int64 (S, experts), the rows of each expert in the last steps, oldest first; -1 before the first step.
+            The experts are this rank's, or all. A forward that torch.utils.checkpoint repeats is not a step of its own,
+            except in a compiled layer.
+        first_expert: the global id of the first of these experts.
+        dropped: int64 scalar, how often a token of this rank, or of any, found no room on a rank with one of its
+            experts, since the model was parallelized. This only happens with a `capacity` below the worst case.
     """
 
     tokens: Tensor
@@ -40,17 +39,17 @@ class ExpertLoad:
 
 
 def expert_load(model: nn.Module, *, all_ranks: bool = False) -> dict[str, ExpertLoad]:
-    """The load of the expert-parallel layers of a model, as tensors on their device: copies, made without waiting.
+    """Return the load of the expert-parallel layers of a model, as copies on their device, without synchronisation.
 
     Args:
-        model: with modules that `ExpertParallel` was applied to.
-        all_ranks: collects the experts of all ranks, in order: a collective, which every rank has to call.
+        model: a model with modules that `ExpertParallel` was applied to.
+        all_ranks: True collects the experts of all ranks, in order. It is a collective, which every rank has to call.
 
     Returns:
         The load of each layer by the module's name.
 
     Raises:
-        ValueError: no module of the model is expert-parallel, or records its load.
+        ValueError: no module of the model is expert-parallel and records its load.
     """
     require_module(model)
     loads = {}
@@ -75,21 +74,28 @@ def expert_load(model: nn.Module, *, all_ranks: bool = False) -> dict[str, Exper
 
 
 def add_buffers(module: nn.Module, steps: int, experts: int, device: torch.device) -> None:
-    """Gives a module the buffers of its load, row ends and a count; they are not part of its state dict."""
+    """Adds the buffers of the load to a module: row ends and a count. They are not part of its state dict."""
     ends = torch.full((steps, experts), -1, dtype=torch.int32, device=device)
     module.register_buffer(_RECENT, ends, persistent=False)
     module.register_buffer(_DROPPED, torch.zeros((), dtype=torch.int64, device=device), persistent=False)
 
 
-def own_buffers(module: nn.Module) -> list[Tensor]:
-    """The buffers of `add_buffers` that a module has."""
+def load_buffers(module: nn.Module) -> list[Tensor]:
+    """Return the buffers that `add_buffers` has added to a module."""
     return [buffer for name, buffer in module._buffers.items() if name in (_RECENT, _DROPPED) and buffer is not None]
 
 
 @torch.no_grad()
 def record(module: nn.Module, offsets: Tensor, overflow: Tensor | None) -> None:
-    """Notes a step: offsets int32 (L,), and the tokens that found no room; without a synchronisation, and in a CUDA
-    graph at each replay. A forward inside of a backward, which torch.utils.checkpoint runs again, is noted already."""
+    """Records a step without synchronisation, in a CUDA graph at each replay.
+
+    A forward inside of a backward is not recorded: torch.utils.checkpoint repeats it.
+
+    Args:
+        module: one with `add_buffers`.
+        offsets: int32 (L,), row ends of this rank's experts.
+        overflow: the number of tokens that found no room; None: all did.
+    """
     if not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1:
         return
     if overflow is not None:

@@ -16,7 +16,7 @@ from thunder_moe.nn import Llama4MoE, NVFP4GroupedSwiGLU
 from thunder_moe.parallel.exchange import EXCHANGES, Exchange
 from thunder_moe.parallel.load import add_buffers
 from thunder_moe.parallel.modules import EXPERT_PARALLEL, EXPERT_TENSOR_PARALLEL, TENSOR_PARALLEL
-from thunder_moe.parallel.shards import Cut, check_cut, cut_
+from thunder_moe.parallel.shards import WeightSharding, check_sharding, shard_weight_
 from thunder_moe.training import GroupedMLP, NVFP4GroupedMLP
 from thunder_moe.training.grouped_mlp import own_form
 
@@ -27,7 +27,7 @@ class ExpertParallel(ParallelStyle):
     """Spreads the experts of a `Llama4MoE`, `GroupedSwiGLU` or `GroupedMLP`, 16-bit or packed (NVFP4, MXFP8), over the
     ranks of a mesh.
 
-    Each rank keeps equally many consecutive experts and calls the module with tokens of its own; they travel to their
+    Each rank keeps equally many consecutive experts and calls the module with its own tokens, which travel to their
     experts and back. Router and shared expert stay whole on every rank; the shared expert runs while tokens travel.
     ``parallelize_module(model, mesh, ExpertParallel())`` applies it to a module. The mesh has one dimension, or two
     with names: the first spreads experts, the second the intermediate features of each as `TensorParallel` does, and
@@ -37,21 +37,22 @@ class ExpertParallel(ParallelStyle):
     ranks. Packed weights stay plain buffers in their layout; the state dict has DTensors of them in layout "linear".
 
     Args:
-        exchange: "all_to_all": a token goes once to each rank that has one of its experts; "all_gather": all tokens to
-            all ranks, by an all-gather and a reduce-scatter (`Llama4MoE` alone). "symmetric_memory": likewise, by
-            copies between GPUs that can read each other's memory (CUDA, inference). Or a subclass of `Exchange`.
-        capacity: None: buffers have the exact sizes, for which the host waits once in each call. A number: there is
-            room for that many tokens between each two ranks, the same number on all ranks; the host waits for nothing,
-            CUDA graphs can be captured, and rows that nobody needs are computed as padding. As large as the most tokens
-            that any rank is called with, all have room; with fewer ("all_to_all" alone), a token that finds none
-            misses that rank's experts, and `expert_load` counts it.
-        chunks: of a `Llama4MoE`'s tokens: while the experts run one, the next is on its way, and so is what the last
-            one gave. The same number on all ranks. On two H200s it gained nothing (docs/distributed.md).
-        load_steps: steps that `expert_load` tells about; with several chunks, each of them is one.
+        exchange: "all_to_all": a token goes once to each rank that has one of its experts. "all_gather": all tokens go
+            to all ranks, by an all-gather and a reduce-scatter (`Llama4MoE` alone). "symmetric_memory": all tokens go
+            to all ranks, by copies between GPUs that can read each other's memory (CUDA, inference, `Llama4MoE`
+            alone). Or a subclass of `Exchange`.
+        capacity: None: buffers have the exact sizes, for which the host waits once in each call. A number, the same on
+            all ranks: buffers hold that many tokens for each pair of ranks. The host never waits, CUDA graphs can be
+            captured, and unused rows are computed as padding. No token is dropped if the capacity is at least the
+            largest number of tokens that any rank is called with. With a smaller one ("all_to_all" alone), a token
+            that finds no room misses that rank's experts, and `expert_load` counts it.
+        chunks: number of chunks of a `Llama4MoE`'s tokens, the same on all ranks. While the experts run a chunk, the
+            next one and the results of the last one travel. On two H200s it gained nothing (docs/distributed.md).
+        load_steps: number of steps that `expert_load` returns; each chunk counts as a step.
 
     Raises:
-        ValueError: an argument has another value; `parallelize_module`: a mesh of more than two dimensions, or of two
-            without names; experts or features that it does not divide. All are raised before ranks communicate.
+        ValueError: an argument has another value. `parallelize_module`: the mesh has more than two dimensions, or two
+            without names, or does not divide the experts or features. All are raised before ranks communicate.
     """
 
     def __init__(
@@ -83,13 +84,13 @@ class ExpertParallel(ParallelStyle):
                 raise ValueError(
                     f"{name}: got {value!r} for a {type(module).__name__}, whose rows are sorted; wanted {plain!r}"
                 )
-        mesh, features = _dimensions(device_mesh) if both else (device_mesh, None)
-        cuts = _feature_cuts(module, device_mesh) if both else _expert_cuts(experts, device_mesh)
-        for name, linear, cut in cuts:
-            check_cut(name, linear, cut)
+        mesh, features = _split_mesh(device_mesh) if both else (device_mesh, None)
+        shardings = _feature_shardings(module, device_mesh) if both else _expert_shardings(experts, device_mesh)
+        for name, linear, sharding in shardings:
+            check_sharding(name, linear, sharding)
         num_experts = next(iter(_linears(experts).values())).num_experts // mesh.size()
-        for _, linear, cut in cuts:
-            cut_(linear, cut, self.src_data_rank)
+        for _, linear, sharding in shardings:
+            shard_weight_(linear, sharding, self.src_data_rank)
         module.__class__ = cls
         made: Any = module
         room = None if self.capacity is None else -(-self.capacity // self.chunks)
@@ -105,39 +106,40 @@ class TensorParallel(ParallelStyle):
     """Spreads the intermediate features of each expert of a `Llama4MoE`, `GroupedSwiGLU` or `GroupedMLP`, 16-bit or
     packed (NVFP4, MXFP8), over the ranks of a mesh.
 
-    Every rank is called with the same tokens. It has equally many columns of gate and of up, and the rows of down
-    that follow; the sum over the ranks is the result. Of a `Llama4MoE` the shared expert is cut too.
+    Every rank is called with the same tokens. It has equally many columns of gate and of up, and the corresponding rows
+    of down; the result is the sum over the ranks. The shared expert of a `Llama4MoE` is sharded, too.
     ``parallelize_module(model, mesh, TensorParallel())`` applies it to a module; the mesh has one dimension.
 
-    Weights are DTensors as with `ExpertParallel`; gate and up that are stacked in one weight are plain tensors of the
-    rank, whose state dict has DTensors of two pieces.
+    Weights are DTensors as with `ExpertParallel`. Gate and up that are stacked in one weight are a plain tensor on each
+    rank; the state dict has it as a DTensor of two slices.
 
     Raises:
-        ValueError: `parallelize_module`: a mesh of several dimensions; intermediate features that it does not divide
-            into multiples of 16 (MXFP8: 32), or of a tile of the weights' layout; a bias of the down projection.
+        ValueError: `parallelize_module`: the mesh has several dimensions, or does not divide the intermediate features
+            into multiples of 16 (MXFP8: 32), or of a tile of the weights' layout; the down projection has a bias.
     """
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         cls = _parallel_class(module, TENSOR_PARALLEL, "TensorParallel", device_mesh, 1)
-        cuts = _feature_cuts(module, device_mesh)
-        for name, linear, cut in cuts:
-            check_cut(name, linear, cut)
-        for _, linear, cut in cuts:
-            cut_(linear, cut, self.src_data_rank)
+        shardings = _feature_shardings(module, device_mesh)
+        for name, linear, sharding in shardings:
+            check_sharding(name, linear, sharding)
+        for _, linear, sharding in shardings:
+            shard_weight_(linear, sharding, self.src_data_rank)
         module.__class__ = cls
         made: Any = module
         made.mesh = device_mesh
         return module
 
 
-def _expert_cuts(experts: nn.Module, mesh: DeviceMesh) -> list[tuple[str, Any, Cut]]:
-    """The linears of experts, and how they are cut."""
-    return [(name, linear, Cut(mesh, (0,))) for name, linear in _linears(experts).items()]
+def _expert_shardings(experts: nn.Module, mesh: DeviceMesh) -> list[tuple[str, Any, WeightSharding]]:
+    """Return the linears of experts, with shardings of their experts."""
+    return [(name, linear, WeightSharding(mesh, (0,))) for name, linear in _linears(experts).items()]
 
 
-def _feature_cuts(module: nn.Module, mesh: DeviceMesh) -> list[tuple[str, Any, Cut]]:
-    """The linears of experts and shared expert, and how their features are cut by the last dimension of a mesh, their
-    experts by the one before, if there is one."""
+def _feature_shardings(module: nn.Module, mesh: DeviceMesh) -> list[tuple[str, Any, WeightSharding]]:
+    """Return the linears of experts and shared expert, with shardings of their features.
+
+    The last dimension of the mesh shards the features; the one before, if there is one, the experts."""
     groups: list[Any] = [module]
     if isinstance(module, Llama4MoE):
         groups = [module.routed_experts, *([] if module.shared_expert is None else [module.shared_expert])]
@@ -146,15 +148,17 @@ def _feature_cuts(module: nn.Module, mesh: DeviceMesh) -> list[tuple[str, Any, C
         (
             name,
             linear,
-            Cut(mesh, (*first, 2 if name == "down_proj" else 1), _parts(group, name, mesh.size(mesh.ndim - 1))),
+            WeightSharding(
+                mesh, (*first, 2 if name == "down_proj" else 1), _stacked_weights(group, name, mesh.size(mesh.ndim - 1))
+            ),
         )
         for group in groups
         for name, linear in _linears(group).items()
     ]
 
 
-def _dimensions(mesh: DeviceMesh) -> tuple[DeviceMesh, DeviceMesh]:
-    """The two dimensions of a mesh.
+def _split_mesh(mesh: DeviceMesh) -> tuple[DeviceMesh, DeviceMesh]:
+    """Return the two one-dimensional meshes of a mesh.
 
     Raises:
         ValueError: they have no names.
@@ -166,20 +170,20 @@ def _dimensions(mesh: DeviceMesh) -> tuple[DeviceMesh, DeviceMesh]:
 
 
 def _parallel_class(
-    module: nn.Module, classes: Mapping[type[nn.Module], type[nn.Module]], style: str, mesh: DeviceMesh, most: int
+    module: nn.Module, classes: Mapping[type[nn.Module], type[nn.Module]], style: str, mesh: DeviceMesh, max_dims: int
 ) -> type[nn.Module]:
-    """The class that a module becomes.
+    """Return the parallel class of a module.
 
     Raises:
-        TypeError: the module is of a class that the style does not know.
-        ValueError: the mesh has more than `most` dimensions.
+        TypeError: the style does not know the module's class.
+        ValueError: the mesh has more than `max_dims` dimensions.
     """
     cls = classes.get(type(module))
     if cls is None:
         known = ", ".join(cls.__name__ for cls in classes)
         raise TypeError(f"module: got a {type(module).__name__}, wanted one of {known} for {style}")
-    if mesh.ndim > most:
-        wanted = ("one", "one or two")[most - 1]
+    if mesh.ndim > max_dims:
+        wanted = ("one", "one or two")[max_dims - 1]
         raise ValueError(f"device_mesh: got {mesh.ndim} dimensions, wanted {wanted}, as mesh['name'] gives it")
     return cls
 
@@ -188,11 +192,11 @@ def _linears(group: nn.Module) -> dict[str, Any]:
     return {name: child for name, child in group.named_children() if name.endswith("_proj")}
 
 
-def _parts(group: nn.Module, name: str, ranks: int) -> int:
+def _stacked_weights(group: nn.Module, name: str, ranks: int) -> int:
     """Return the number of weights that are stacked, not interleaved, in the out_features of a linear.
 
     Raises:
-        ValueError: columns that belong together would come to different ranks.
+        ValueError: columns that belong together would be on different ranks.
     """
     if isinstance(group, NVFP4GroupedSwiGLU):
         return 2 if name == "gate_up_proj" else 1

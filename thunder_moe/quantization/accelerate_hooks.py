@@ -11,14 +11,14 @@ from torch import nn
 
 from thunder_moe.quantization.replaceable import has_hook
 
-__all__ = ["HOOK_ATTRIBUTES", "hook_alike", "unhooked"]
+__all__ = ["HOOK_ATTRIBUTES", "copy_hook", "unhooked"]
 
-# What accelerate adds to a module's __dict__: the hook, and the forward that calls it.
+# The names that accelerate adds to a module's __dict__: the hook, and the forward that calls it.
 HOOK_ATTRIBUTES = ("_hf_hook", "_old_forward", "forward")
 
 
-def hook_alike(module: nn.Module, other: nn.Module) -> None:
-    """Gives a module the hook of another one, if that has one."""
+def copy_hook(module: nn.Module, other: nn.Module) -> None:
+    """Copies accelerate's hook of another module, if it has one, to a module."""
     if has_hook(other):
         from accelerate.hooks import add_hook_to_module
 
@@ -27,7 +27,7 @@ def hook_alike(module: nn.Module, other: nn.Module) -> None:
 
 @contextlib.contextmanager
 def unhooked(module: nn.Module) -> Iterator[None]:
-    """Removes a module's hook and adds it again afterwards, so that it wraps the forward of the class set meanwhile."""
+    """Removes a module's hook and adds it again afterwards, so that it wraps the forward of a class set meanwhile."""
     hook = vars(module).get("_hf_hook")
     if hook is None:
         yield

@@ -24,17 +24,17 @@ from thunder_moe.nn import MODULE_LAYOUTS
 from thunder_moe.quantization import grouped_experts
 from thunder_moe.quantization.dense_linears import DenseLinears, is_dense_layer
 from thunder_moe.quantization.families import ExpertFamily, Quantization, families_of, register
-from thunder_moe.quantization.plan import Chosen, Left, Place, QuantizationPlan
-from thunder_moe.quantization.replaceable import wrapped
+from thunder_moe.quantization.plan import QuantizationPlan, Skipped, Target, Targets
+from thunder_moe.quantization.replaceable import wrapped_modules
 from thunder_moe.selection import Format, Names, Patterns, Selection, Selector, check_patterns, format_function, select
 
 __all__ = [
     "choose_experts",
     "choose_modules",
-    "choose_or_leave",
-    "not_finite",
+    "choose_or_skip",
+    "non_finite_problem",
     "refuse_root",
-    "report_left",
+    "report_skipped",
     "require_fit",
     "require_layout",
     "walk",
@@ -61,16 +61,16 @@ def choose_modules(
     """Finds the modules that `quantize_` replaces, and checks them; nothing is changed.
 
     Args:
-        model: as in `quantize_`, whose options the next six are.
-        filter: see there.
-        ignore: see there.
-        linears: see there.
-        format: see there.
-        scale_search: see there.
-        layout: see there.
-        device_of: of a model on "meta" whose weights are still to be loaded: where those of a module are going to be.
-            Nothing is logged then.
-        required: whether it is an error that nothing is chosen, or that a pattern fits nothing.
+        model: as in `quantize_`.
+        filter: as in `quantize_`.
+        ignore: as in `quantize_`.
+        linears: as in `quantize_`.
+        format: as in `quantize_`.
+        scale_search: as in `quantize_`.
+        layout: as in `quantize_`.
+        device_of: returns the device that the weights of a module will be on, for a model on "meta" whose weights are
+            still to be loaded. Nothing is logged then.
+        required: True if it is an error that nothing is chosen, or that a pattern fits nothing.
 
     Raises:
         ValueError: as `quantize_`.
@@ -90,20 +90,20 @@ def choose_modules(
     dense = DenseLinears(model, takes, selector.declined, device_of, format_of)
     if takes is not False:
         families.append(dense)
-    chosen, left, declined = _choose(model, selector, families, format_of)
-    if chosen or left or required:
-        _check_choice(model, chosen, left, families, loaded=device_of is None, required=required)
+    chosen, skipped, declined = _classify(model, selector, families, format_of)
+    if chosen or skipped or required:
+        _check_choice(model, chosen, skipped, families, loaded=device_of is None, required=required)
     if required:
-        check_scale_search(scale_search, {place.format for place in chosen.values()})
-    formats = {module: packs[place.format] for module, place in chosen.items() if place.format != NVFP4.name}
+        check_scale_search(scale_search, {target.format for target in chosen.values()})
+    formats = {module: packs[target.format] for module, target in chosen.items() if target.format != NVFP4.name}
     run = Quantization(pack, layout, packs=WeakKeyDictionary(formats))
     for family in families:
-        family.prepare((module for module, place in chosen.items() if place.family is family), run)
+        family.prepare((module for module, target in chosen.items() if target.family is family), run)
     _check_layout(layout, chosen, run)
     for name, module in model.named_modules():
-        if name in dense.left:
-            declined[module] = name, dense.left[name]
-    again = partial(
+        if name in dense.skipped:
+            declined[module] = name, dense.skipped[name]
+    choose_again = partial(
         choose_modules,
         model,
         filter=filter,
@@ -113,7 +113,7 @@ def choose_modules(
         scale_search=scale_search,
         layout=layout,
     )
-    return QuantizationPlan(model, run, chosen, {**left, **declined}, linears, again)
+    return QuantizationPlan(model, run, chosen, {**skipped, **declined}, linears, choose_again)
 
 
 def _check_patterns(
@@ -148,36 +148,36 @@ def choose_experts(
     names = Names.of_model(model)
     selector = Selector(names, filter, ignore)
     _check_patterns(model, names, families, filter=filter, ignore=ignore)
-    chosen, left, _ = _choose(model, selector, families)
-    _check_choice(model, chosen, left, families)
-    return {module: place.family for module, place in chosen.items()}
+    chosen, skipped, _ = _classify(model, selector, families)
+    _check_choice(model, chosen, skipped, families)
+    return {module: target.family for module, target in chosen.items()}
 
 
-def _choose(
+def _classify(
     model: nn.Module,
     selector: Selector,
     families: list[ExpertFamily],
     format_of: Callable[[nn.Module, str], str | None] = lambda module, name: NVFP4.name,
-) -> tuple[Chosen, Left, Left]:
-    """Returns the modules to convert, those that cannot be, and those that the options leave as they are."""
-    chosen: Chosen = {}
-    left: Left = {}
-    outside = wrapped(model)
-    declined: Left = {}
+) -> tuple[Targets, Skipped, Skipped]:
+    """Returns the modules to convert, those that cannot be converted, and those that the options leave unchanged."""
+    chosen: Targets = {}
+    skipped: Skipped = {}
+    wrapped = wrapped_modules(model)
+    declined: Skipped = {}
 
-    def take(module: nn.Module, name: str) -> bool:
+    def visit(module: nn.Module, name: str) -> bool:
         family = next((family for family in families if family.match(module)), None)
         if family is None:
             return False
         if isinstance(family, DenseLinears):
-            choose_or_leave(module, Place(name, family, family.format_of(module)), outside, chosen, left)
+            choose_or_skip(module, Target(name, family, family.format_of(module)), wrapped, chosen, skipped)
             return True
         reason = selector.declined(module, name) or ignored_part(module, name)
         format = format_of(module, name) if reason is None else None
         if format is None:
             declined[module] = name, reason or "format is None for it"
             return False
-        choose_or_leave(module, Place(name, family, format), outside, chosen, left)
+        choose_or_skip(module, Target(name, family, format), wrapped, chosen, skipped)
         return True
 
     def ignored_part(block: nn.Module, name: str) -> str | None:
@@ -190,45 +190,48 @@ def _choose(
                 raise ValueError(f"ignore: got {pattern!r}, {whole}")
         return None
 
-    walk(model, take)
+    walk(model, visit)
     for block, (name, *_) in chosen.items():
         for module in block.modules():
             if module in declined:
                 raise ValueError(f"filter: took {name!r} but not {declined[module][0]!r}, which is a part of it")
-    return chosen, left, declined
+    return chosen, skipped, declined
 
 
 def walk(
-    module: nn.Module, take: Callable[[nn.Module, str], bool], name: str = "", seen: set[nn.Module] | None = None
+    module: nn.Module, visit: Callable[[nn.Module, str], bool], name: str = "", seen: set[nn.Module] | None = None
 ) -> None:
-    """Calls `take(module, name)` for each module once, and for what is in it unless that returned True. So it meets the
-    parts of a block that are elsewhere in the model, too, wherever they come first."""
+    """Calls `visit(module, name)` once for each module, and for its children unless that returned True.
+
+    A part of a block that is elsewhere in the model, too, may therefore be visited before its block."""
     seen = set() if seen is None else seen
     if module in seen:
         return
     seen.add(module)
-    if not take(module, name):
+    if not visit(module, name):
         for child_name, child in module._modules.items():
             if child is not None:
-                walk(child, take, f"{name}.{child_name}" if name else child_name, seen)
+                walk(child, visit, f"{name}.{child_name}" if name else child_name, seen)
 
 
-def choose_or_leave(module: nn.Module, where: Place, outside: dict[nn.Module, str], chosen: Chosen, left: Left) -> None:
-    """Adds the module to `chosen`, or to `left` when a wrapper around it or a customization prevents replacement."""
-    reason = outside.get(module) or where.family.obstacle(module)
+def choose_or_skip(
+    module: nn.Module, target: Target, wrapped: dict[nn.Module, str], chosen: Targets, skipped: Skipped
+) -> None:
+    """Adds the module to `chosen`, or to `skipped` when a wrapper around it or a customization prevents replacement."""
+    reason = wrapped.get(module) or target.family.blocker(module)
     if reason is None:
-        chosen[module] = where
+        chosen[module] = target
     else:
-        left[module] = where.name, reason
+        skipped[module] = target.name, reason
 
 
-def report_left(model: nn.Module, chosen: Chosen, left: Left, bits: str, required: bool = True) -> None:
+def report_skipped(model: nn.Module, chosen: Targets, skipped: Skipped, bits: str, required: bool = True) -> None:
     """Logs the modules that are not replaced.
 
     Raises:
-        ValueError: that is all there is, and something is `required`.
+        ValueError: nothing is chosen, and `required` is True.
     """
-    reasons = [f"{name or 'the model'} ({type(module).__name__}): {why}" for module, (name, why) in left.items()]
+    reasons = [f"{name or 'the model'} ({type(module).__name__}): {why}" for module, (name, why) in skipped.items()]
     if not chosen and required:
         raise ValueError(f"model: nothing in {type(model).__name__} can be replaced; {'; '.join(reasons)}")
     for reason in reasons:
@@ -237,14 +240,14 @@ def report_left(model: nn.Module, chosen: Chosen, left: Left, bits: str, require
 
 def _check_choice(
     model: nn.Module,
-    chosen: Chosen,
-    left: Left,
+    chosen: Targets,
+    skipped: Skipped,
     families: list[ExpertFamily],
     *,
     loaded: bool = True,
     required: bool = True,
 ) -> None:
-    if not chosen and not left:
+    if not chosen and not skipped:
         experts = ", or ".join(dict.fromkeys(family.description for family in families))
         unknown = sorted({type(m).__name__ for m in model.modules() if type(m).__name__.endswith("Experts")})
         others = f"; it has {', '.join(unknown)}" if unknown else ""
@@ -264,14 +267,14 @@ def _check_choice(
             names[parameter] = name
         problems = (_problem_of(*weight, loaded, BLOCK_FORMATS[format]) for weight in weights)
         problem = next(filter(None, problems), None)
-        problem = family.agree(module, problem) if loaded else problem
+        problem = family.problem_on_any_rank(module, problem) if loaded else problem
         if problem is not None:
             raise ValueError(f"model: {name!r} {problem}")
         devices = sorted({str(weight.device) for _, weight in weights})
         if len(devices) > 1:
             raise ValueError(f"model: {name!r} has weights on {' and '.join(devices)}, wanted them on one device")
     covered = {inner for module in chosen for inner in module.modules()}
-    why = {inner: reason for module, (_, reason) in left.items() for inner in module.modules()}
+    why = {inner: reason for module, (_, reason) in skipped.items() for inner in module.modules()}
     for module, (name, *_) in chosen.items():
         if module in why:
             raise ValueError(f"model: {name!r} is a part of a block that has to stay 16-bit: {why[module]}")
@@ -286,13 +289,13 @@ def _check_choice(
             raise ValueError(f"filter: took {names[parameter]!r} but not {name!r}, which is tied to its weight")
         for child in module.children():
             if child in chosen:
-                chosen[child].family.check_place(module, child)
+                chosen[child].family.check_parent(module, child)
     if loaded or not chosen:
-        report_left(model, chosen, left, "16-bit", required)
+        report_skipped(model, chosen, skipped, "16-bit", required)
 
 
 def _problem_of(parameter: Tensor, weight: Tensor, loaded: bool, format: BlockFormat) -> str | None:
-    """Return what keeps a weight (E, N, K) from being quantized."""
+    """Return why a weight (E, N, K) cannot be quantized, in words that follow its name; None if it can."""
     if weight.ndim != 3:
         return f"has a weight of shape {tuple(weight.shape)}, wanted three dimensions"
     if weight.dtype not in WEIGHT_DTYPES:
@@ -301,27 +304,27 @@ def _problem_of(parameter: Tensor, weight: Tensor, loaded: bool, format: BlockFo
         return "is on the meta device: load its weights, then quantize"
     if weight.shape[-1] % format.block_size:
         return f"has in_features {weight.shape[-1]}, wanted a multiple of {format.block_size}"
-    return not_finite(weight, whole=not hasattr(parameter, "device_mesh")) if loaded else None
+    return non_finite_problem(weight, all_experts=not hasattr(parameter, "device_mesh")) if loaded else None
 
 
-def not_finite(weight: Tensor, *, whole: bool = True) -> str | None:
-    """Returns that a weight has NaN or Inf, in words that follow its name, and in which experts; None if it has none.
+def non_finite_problem(weight: Tensor, *, all_experts: bool = True) -> str | None:
+    """Returns which experts of a weight have NaN or Inf, in words that follow its name; None if all values are finite.
 
     Args:
         weight: (E, N, K) of experts, or (N, K), (1, N, K) of a dense layer.
-        whole: whether these are all experts, by whose numbers a reader finds them.
+        all_experts: True if the weight has all experts of its block, so that its indices are their numbers.
     """
     if bool(torch.isfinite(torch.stack([weight.amin(), weight.amax()])).all()):
         return None
     bad = [expert for expert, own in enumerate(weight) if not bool(own.isfinite().all())] if weight.ndim == 3 else []
-    experts = f" of experts {bad[:8]}" if whole and len(weight) > 1 and bad else ""
+    experts = f" of experts {bad[:8]}" if all_experts and len(weight) > 1 and bad else ""
     return f"has NaN or Inf in a weight{experts}, wanted finite values"
 
 
-def _check_layout(layout: str, chosen: Chosen, run: Quantization) -> None:
+def _check_layout(layout: str, chosen: Targets, run: Quantization) -> None:
     for module, (name, family, format) in chosen.items():
         for n, k in family.sizes(module, run):
-            if layout != "auto":  # which fits all
+            if layout != "auto":  # "auto" fits every size
                 require_fit(layout, name, n, k, BLOCK_FORMATS[format])
 
 
@@ -339,7 +342,7 @@ def require_fit(layout: str, name: str, n: int, k: int, format: BlockFormat = NV
         )
 
 
-def refuse_root(model: nn.Module, chosen: Chosen) -> None:
+def refuse_root(model: nn.Module, chosen: Targets) -> None:
     if model in chosen:
         raise ValueError(
             f"model: got a bare {type(model).__name__}, which cannot be replaced in place: pass a module that holds it"

@@ -1,7 +1,7 @@
-"""The family of dense layers, nn.Linear to NVFP4 and back: which ones `quantize_(linears=)` takes, and which read the
-same rows (q, k and v; gate and up) and become one weight.
-Called by quantization and integrations.huggingface; calls nn.linear, kernels.dense for what is worth it,
-dense_names and replaceable.
+"""The family of dense layers: chooses the linears that `quantize_(linears=)` takes, converts them to NVFP4 and back,
+and stacks the weights of linears that read the same rows (q, k and v; gate and up).
+Called by quantization and integrations.huggingface; calls nn.linear, kernels.dense for the sizes that are faster in
+4 bits, dense_names and replaceable.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ from thunder_moe.formats.weight import NVFP4Weight, PackedWeight
 from thunder_moe.kernels.dense import SlowerFrom, slower_from, why_slower
 from thunder_moe.kernels.select import lay_out, preferred_layout
 from thunder_moe.nn.linear import NVFP4Linear, NVFP4LinearPart, NVFP4LinearStack, stacked_bias
-from thunder_moe.quantization.accelerate_hooks import hook_alike
+from thunder_moe.quantization.accelerate_hooks import copy_hook
 from thunder_moe.quantization.families import ExpertFamily, Quantization, weight_key
-from thunder_moe.quantization.replaceable import has_own_forward, impure
+from thunder_moe.quantization.replaceable import has_own_forward, instance_customization
 from thunder_moe.selection import shortened
 
 __all__ = ["DenseLinears", "is_dense_layer", "join_read_together"]
@@ -50,13 +50,13 @@ class DenseLinears(ExpertFamily):
     Args:
         model: the model that `quantize_` is called with; None to restore.
         linears: as in `quantize_`, with patterns as a function.
-        declined: why the options `filter` and `ignore` leave a module of this name in 16 bits, or None.
-        device_of: where the weight of a linear is going to be, of a model that is still to be loaded. Nothing is logged
-            then. None: where it is.
-        format_of: the format of a module of this name, None for 16 bits.
+        declined: returns why the options `filter` and `ignore` leave a module of this name in 16 bits, or None.
+        device_of: returns the device that the weight of a linear will be on, for a model that is still to be loaded.
+            Nothing is logged then. None: the weight's device.
+        format_of: returns the format of a module of this name, None for 16 bits.
 
     Attributes:
-        left: name of each linear that was asked about and stays 16-bit -> why.
+        skipped: qualified name of each candidate that stays 16-bit -> the reason.
     """
 
     description = "nn.Linear"
@@ -69,13 +69,13 @@ class DenseLinears(ExpertFamily):
         device_of: Callable[[nn.Module], torch.device] | None = None,
         format_of: Callable[[nn.Module, str], str | None] = lambda module, name: NVFP4.name,
     ) -> None:
-        self.left: dict[str, str] = {}
+        self.skipped: dict[str, str] = {}
         self._formats: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
         self._quiet = device_of is not None
         self._device_of = device_of or _device_of_weight
         self._names: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
-        self._groups: WeakKeyDictionary[nn.Module, _Group] = WeakKeyDictionary()
-        self._siblings: WeakKeyDictionary[nn.Module, _Siblings] = WeakKeyDictionary()
+        self._stacks: WeakKeyDictionary[nn.Module, _Stack] = WeakKeyDictionary()
+        self._shared_scales: WeakKeyDictionary[nn.Module, _SharedScale] = WeakKeyDictionary()
         self._apart: dict[str, dict[str, None]] = defaultdict(dict)  # names of linears -> classes
         if model is not None and linears is not False:
             self._choose(model, linears, declined, format_of)
@@ -87,9 +87,9 @@ class DenseLinears(ExpertFamily):
         declined: Callable[[nn.Module, str], str | None],
         format_of: Callable[[nn.Module, str], str | None],
     ) -> None:
-        left: dict[str, list[str]] = defaultdict(list)
-        tied = _tied(model)
-        found: dict[nn.Linear, str] = {}
+        skipped: dict[str, list[str]] = defaultdict(list)
+        tied = _tied_or_read(model)
+        candidates: dict[nn.Linear, str] = {}
         for name, module in model.named_modules():
             if not is_dense_layer(name, module):
                 continue
@@ -99,30 +99,30 @@ class DenseLinears(ExpertFamily):
                 asked = "it belongs to an encoder of images or sound"
             format = format_of(module, name) if asked is None else None
             if format is None:
-                self.left[name] = asked or "format is None for it"
+                self.skipped[name] = asked or "format is None for it"
                 continue
-            reason = tied.get(module) or (_unfit(module, BLOCK_FORMATS[format]) if linears is True else None)
+            reason = tied.get(module) or (_unfit_reason(module, BLOCK_FORMATS[format]) if linears is True else None)
             if reason is not None:
-                left[reason].append(name)
+                skipped[reason].append(name)
                 continue
-            found[module], self._formats[module] = name, format
+            candidates[module], self._formats[module] = name, format
         for parent in model.modules():
-            self._group(parent, found)
+            self._find_stacks(parent, candidates)
         if linears is True:
-            for module, name in list(found.items()):
+            for module, name in list(candidates.items()):
                 reason = why_slower(
-                    self._device_of(module), module.weight.dtype, self._rows(module), module.in_features
+                    self._device_of(module), module.weight.dtype, self._rows_of_stack(module), module.in_features
                 )
                 if reason is not None:
-                    left[reason].append(name)
-                    del found[module]
+                    skipped[reason].append(name)
+                    del candidates[module]
         for parent in model.modules():
-            self._relate(parent, found)
-        self.left |= {name: reason for reason, names in left.items() for name in names}
+            self._find_shared_scales(parent, candidates)
+        self.skipped |= {name: reason for reason, names in skipped.items() for name in names}
         slower: dict[tuple[SlowerFrom, str], list[str]] = defaultdict(list)
-        for module, name in found.items():
+        for module, name in candidates.items():
             self._names[module] = name
-            size = self._rows(module), module.in_features
+            size = self._rows_of_stack(module), module.in_features
             packed_in = BLOCK_FORMATS[self._formats[module]]
             limit = slower_from(preferred_layout(self._device_of(module), *size, packed_in), *size, packed_in.name)
             if limit is not None:
@@ -137,7 +137,7 @@ class DenseLinears(ExpertFamily):
                 *limit,
                 shortened(names),
             )
-        for reason, names in left.items():
+        for reason, names in skipped.items():
             _LOGGER.info("stays 16-bit: %s: %s", shortened(names), reason)
         for siblings, classes in self._apart.items():
             _LOGGER.info(
@@ -147,45 +147,47 @@ class DenseLinears(ExpertFamily):
                 ", ".join(classes),
             )
 
-    def _group(self, parent: nn.Module, found: dict[nn.Linear, str]) -> None:
-        """Find the children of a module that read the same rows."""
+    def _find_stacks(self, parent: nn.Module, candidates: dict[nn.Linear, str]) -> None:
+        """Find the children of a module that read the same rows, for one stacked weight."""
         alike: dict[Any, list[str]] = defaultdict(list)
         for name in read_together(type(parent)) if has_own_forward(parent) else ():
             child = parent._modules.get(name)
-            if isinstance(child, nn.Linear) and child in found and self.obstacle(child) is None:
+            if isinstance(child, nn.Linear) and child in candidates and self.blocker(child) is None:
                 kind_of = child.weight.dtype, self._device_of(child), child.bias is None, self._formats[child]
                 alike[child.in_features, kind_of].append(name)
         for group in alike.values():
             members: list[Any] = [parent._modules[name] for name in group]
-            if len(group) > 1 and len(set(members)) == len(group) and not any(m in self._groups for m in members):
-                shared = _Group(_stack_name(parent, group), group, [ref(member) for member in members])
-                self._groups.update(dict.fromkeys(members, shared))
+            if len(group) > 1 and len(set(members)) == len(group) and not any(m in self._stacks for m in members):
+                shared = _Stack(_stack_name(parent, group), group, [ref(member) for member in members])
+                self._stacks.update(dict.fromkeys(members, shared))
 
-    def _relate(self, parent: nn.Module, found: dict[nn.Linear, str]) -> None:
-        """Find the children of a module that engines merge, by their names, and this model computes one by one."""
+    def _find_shared_scales(self, parent: nn.Module, candidates: dict[nn.Linear, str]) -> None:
+        """Find the children of a module that this model computes one by one and engines merge, by their names."""
         for names in READ_TOGETHER:
             alike: dict[Any, list[nn.Linear]] = defaultdict(list)
             for name in names:
                 child = parent._modules.get(name)
-                alone = isinstance(child, nn.Linear) and child in found and child not in self._groups
-                if isinstance(child, nn.Linear) and alone and self.obstacle(child) is None:
+                alone = isinstance(child, nn.Linear) and child in candidates and child not in self._stacks
+                if isinstance(child, nn.Linear) and alone and self.blocker(child) is None:
                     kind_of = child.in_features, child.weight.dtype, self._device_of(child), self._formats[child]
                     alike[kind_of].append(child)
             for members in alike.values():
                 if len(set(members)) > 1:
-                    self._siblings.update(dict.fromkeys(members, _Siblings([ref(member) for member in members])))
+                    self._shared_scales.update(
+                        dict.fromkeys(members, _SharedScale([ref(member) for member in members]))
+                    )
                     self._apart[", ".join(names)].setdefault(type(parent).__name__)
 
-    def _rows(self, module: nn.Linear) -> int:
-        """out_features of all linears that are computed with one."""
-        group = self._groups.get(module)
-        return module.out_features if group is None else sum(member.out_features for member in group.living())
+    def _rows_of_stack(self, module: nn.Linear) -> int:
+        """Return the out_features of the stack that a linear is in; of the linear if it is in none."""
+        group = self._stacks.get(module)
+        return module.out_features if group is None else sum(member.out_features for member in group.living_members())
 
     def match(self, module: nn.Module) -> bool:
         return module in self._names
 
     def format_of(self, module: nn.Module) -> str:
-        """Return the number format that a module of `match` gets."""
+        """Return the number format of a module that `match` accepts."""
         return self._formats[module]
 
     def match_quantized(self, module: nn.Module) -> bool:
@@ -193,16 +195,16 @@ class DenseLinears(ExpertFamily):
             isinstance(module, NVFP4Linear) and not isinstance(module, NVFP4LinearStack)
         )
 
-    def together(self, module: nn.Module) -> list[nn.Module]:
-        """Return the linears that are packed at once, as one weight or with one global scale, this one among them."""
-        group = self._groups.get(module) or self._siblings.get(module)
-        return [module] if group is None else [*group.living()]
+    def packed_together(self, module: nn.Module) -> list[nn.Module]:
+        """Return the linears that are packed with this one, as one weight or with one global scale, and this one."""
+        group = self._stacks.get(module) or self._shared_scales.get(module)
+        return [module] if group is None else [*group.living_members()]
 
-    def obstacle(self, module: nn.Module) -> str | None:
+    def blocker(self, module: nn.Module) -> str | None:
         known = next(cls for cls in (NVFP4LinearPart, NVFP4Linear, nn.Linear) if isinstance(module, cls))
         if type(module) is not known:
             return f"it is a {type(module).__name__}, not a {known.__name__} itself"
-        reason = impure(module)
+        reason = instance_customization(module)
         if reason is None and not has_own_forward(module):
             reason = "its forward is wrapped or replaced"
         if reason is None and known is not NVFP4LinearPart:
@@ -223,26 +225,26 @@ class DenseLinears(ExpertFamily):
 
     def sizes(self, module: nn.Module, run: Quantization) -> list[tuple[int, int]]:
         assert isinstance(module, nn.Linear)
-        return [(self._rows(module), module.in_features)]
+        return [(self._rows_of_stack(module), module.in_features)]
 
-    def check_place(self, parent: nn.Module, module: nn.Module) -> None:
-        """Accept any place: `choose` leaves the linears whose parents need them."""
+    def check_parent(self, parent: nn.Module, module: nn.Module) -> None:
+        """Accept any parent: `choose` leaves the linears whose parents need them."""
 
     def convert(self, module: nn.Module, run: Quantization) -> nn.Module:
         assert isinstance(module, nn.Linear)
-        group = self._groups.get(module)
+        group = self._stacks.get(module)
         new: nn.Module
         if group is None:
-            siblings = self._siblings.get(module)
+            siblings = self._shared_scales.get(module)
             pack = run.pack if siblings is None else partial(siblings.pack, module, run.pack)
             new = NVFP4Linear.from_linear(module, pack=pack, layout=run.layout)
-            hook_alike(new, module)
+            copy_hook(new, module)
         else:
-            members = group.living()
+            members = group.living_members()
             if group.stack is None:
                 pack = partial(group.pack, run.pack)
                 group.stack = NVFP4LinearStack.from_linear(*members, pack=pack, layout=run.layout)
-                hook_alike(group.stack, module)
+                copy_hook(group.stack, module)
             new = NVFP4LinearPart(group.stack, [member() is module for member in group.members].index(True))
             new.__dict__["stack_name"] = group.name
         return new.train(module.training)
@@ -254,7 +256,7 @@ class DenseLinears(ExpertFamily):
         if key not in memo:
             memo[key] = stack.to_linears()
         linear: nn.Linear = memo[key][module.index if isinstance(module, NVFP4LinearPart) else 0]
-        hook_alike(linear, stack)
+        copy_hook(linear, stack)
         return linear.train(module.training)
 
     def put(self, parent: nn.Module, name: str, module: nn.Module) -> None:
@@ -271,7 +273,7 @@ class DenseLinears(ExpertFamily):
 
 
 def is_dense_layer(name: str, module: nn.Module) -> bool:
-    """True for an `nn.Linear` that is not a router: what `linears` is about."""
+    """True for an `nn.Linear` that is not a router: a candidate of the option `linears`."""
     return isinstance(module, nn.Linear) and not is_router(name) and not _ROUTER_CLASS.search(type(module).__name__)
 
 
@@ -282,15 +284,15 @@ def _device_of_weight(module: nn.Module) -> torch.device:
 
 
 def join_read_together(model: nn.Module) -> None:
-    """Make stacks of the plain `NVFP4Linear`s that read the same rows, as `quantize_` does of linears; exactly."""
+    """Replace the plain `NVFP4Linear`s that read the same rows by stacks, as `quantize_` does, exactly."""
     family = DenseLinears()
     for parent in list(model.modules()):
         alike: dict[Any, list[str]] = defaultdict(list)
         for name in read_together(type(parent)) if has_own_forward(parent) else ():
             child = parent._modules.get(name)
-            if type(child) is NVFP4Linear and family.obstacle(child) is None:
+            if type(child) is NVFP4Linear and family.blocker(child) is None:
                 dtype = None if child.bias is None else child.bias.dtype
-                layout = "auto" if child.auto_layout else child.layout  # the stack has one of its own then
+                layout = "auto" if child.auto_layout else child.layout  # "auto": the stack's size decides
                 alike[child.in_features, child.qdata.device, layout, dtype, child.format_name].append(name)
         for group in alike.values():
             linears: list[Any] = [parent._modules[name] for name in group]
@@ -313,7 +315,7 @@ def _join(parent: nn.Module, names: list[str], linears: list[NVFP4Linear]) -> No
         part_features=[linear.out_features for linear in linears],
     )
     stack.train(first.training)
-    hook_alike(stack, first)
+    copy_hook(stack, first)
     setattr(parent, _stack_name(parent, names), stack)
     stack.share_in(parent)
     for index, name in enumerate(names):
@@ -321,24 +323,26 @@ def _join(parent: nn.Module, names: list[str], linears: list[NVFP4Linear]) -> No
         setattr(parent, name, part.train(linears[index].training))
 
 
-class _Group:
-    """Linears that read the same rows: the name of their stack, their own names and themselves in its order, and the
-    stack once made."""
+class _Stack:
+    """Linears that read the same rows: the name of their stack, their names and references in its order, and the stack
+    once it is made."""
 
     def __init__(self, name: str, names: list[str], members: list[ReferenceType[nn.Linear]]) -> None:
         self.name, self.names, self.members = name, names, members
         self.stack: NVFP4LinearStack | None = None
 
-    def living(self) -> list[nn.Linear]:
+    def living_members(self) -> list[nn.Linear]:
         return [member for reference in self.members if (member := reference()) is not None]
 
     def pack(self, pack: Callable[[Tensor], PackedWeight], weight: Tensor) -> PackedWeight:
-        """Pack the stacked weight (1, N, K). Linears share a global scale where engines merge them, as in a conversion:
-        q, k and v do, an attention's gate beside them has its own."""
+        """Pack the stacked weight (1, N, K).
+
+        Linears that engines merge share a global scale, as in `checkpoint.convert`: q, k and v share one, an
+        attention's gate beside them has its own."""
         groups = sharing_scale(self.names)
         if len(groups) == 1:
             return pack(weight)
-        sizes = [member.out_features for member in self.living()]
+        sizes = [member.out_features for member in self.living_members()]
         rows, parts = weight[0].split(sizes), dict[int, PackedWeight]()
         for positions in groups:
             whole, begin = pack(torch.cat([rows[position] for position in positions])[None]).to_layout(LINEAR), 0
@@ -347,19 +351,23 @@ class _Group:
         return PackedWeight.concatenate(*(parts[position] for position in range(len(sizes))))
 
 
-class _Siblings:
-    """Linears with weights of their own that share a global scale, because engines merge them: DeepSeek's q_a_proj and
-    kv_a_proj_with_mqa, q, k and v of an attention whose code calls them in branches."""
+class _SharedScale:
+    """Linears with separate weights that share a global scale, because engines merge them.
+
+    Examples are DeepSeek's q_a_proj and kv_a_proj_with_mqa, and q, k and v of an attention that calls them in branches.
+    """
 
     def __init__(self, members: list[ReferenceType[nn.Linear]]) -> None:
         self.members = members
         self._packed: dict[int, PackedWeight] = {}
 
-    def living(self) -> list[nn.Linear]:
+    def living_members(self) -> list[nn.Linear]:
         return [member for reference in self.members if (member := reference()) is not None]
 
     def pack(self, own: nn.Linear, pack: Callable[[Tensor], PackedWeight], weight: Tensor) -> PackedWeight:
-        """Pack the weight (1, N, K) of one of them; all at the first call, since each is freed after its own."""
+        """Return the packed weight (1, N, K) of one member.
+
+        The first call packs all members, because each 16-bit weight is freed once its linear is converted."""
         if not self._packed:
             living = [(at, member) for at, reference in enumerate(self.members) if (member := reference()) is not None]
             whole, begin = pack(torch.cat([member.weight.detach() for _, member in living])[None]).to_layout(LINEAR), 0
@@ -370,7 +378,7 @@ class _Siblings:
 
 
 def _stack_name(parent: nn.Module, names: list[str]) -> str:
-    """Return a name for the child that holds the weights of these: "qkv_proj", "gate_up_proj"; one that is free."""
+    """Return an unused name for the child that holds the stacked weights: "qkv_proj", "gate_up_proj"."""
     ends = {name.rpartition("_")[2] for name in names}
     name = "_".join(names)
     if len(ends) == 1 and all("_" in one for one in names):
@@ -381,8 +389,8 @@ def _stack_name(parent: nn.Module, names: list[str]) -> str:
     return name
 
 
-def _tied(model: nn.Module) -> dict[nn.Module, str]:
-    """Return the linears that other modules or code need as they are, and why: a tied weight, or code reads it."""
+def _tied_or_read(model: nn.Module) -> dict[nn.Module, str]:
+    """Return the linears that have to keep their 16-bit weight, with the reason: it is tied, or code reads it."""
     owners: dict[Any, list[tuple[int, int, str, nn.Module]]] = defaultdict(list)  # by device or, without data, identity
     for name, module in model.named_modules():
         for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
@@ -395,7 +403,7 @@ def _tied(model: nn.Module) -> dict[nn.Module, str]:
                 owners[tensor.device].append((begin, begin + (last + 1) * tensor.itemsize, name, module))
     reasons: dict[nn.Module, str] = {}
     for each in owners.values():
-        together: list[tuple[str, nn.Module]] = []  # those whose memory overlaps
+        together: list[tuple[str, nn.Module]] = []  # owners whose memory overlaps
         end = 0
         for begin, behind, name, module in sorted(each, key=lambda owner: owner[0]):
             together = [*together, (name, module)] if begin < end else [(name, module)]
@@ -410,8 +418,8 @@ def _tied(model: nn.Module) -> dict[nn.Module, str]:
     return reasons
 
 
-def _unfit(module: nn.Linear, format: BlockFormat) -> str | None:
-    """Return why a linear that nobody named cannot have a weight in a format; None if it can."""
+def _unfit_reason(module: nn.Linear, format: BlockFormat) -> str | None:
+    """Return why a linear that no option names cannot have its weight in a format; None if it can."""
     weight = module.weight
     if weight.dtype not in WEIGHT_DTYPES:
         return f"its weight is {str(weight.dtype).removeprefix('torch.')}"

@@ -25,9 +25,9 @@ class Quantization:
     Attributes:
         pack: quantizes (E, N, K), to the number format of the module that is converted.
         layout: of the packed weights, as in `quantize_`.
-        memo: what the families have converted, so that tied weights stay tied. By `weight_key` a packed weight, or in
-            `restore` a list of parameters; else by keys of their own.
-        packs: of modules whose format has a `pack` of its own.
+        memo: the results of the families, so that tied weights stay tied: by `weight_key` a packed weight, or in
+            `restore` a list of parameters. Families may add keys of their own.
+        packs: module -> `pack`, for modules of another format.
     """
 
     pack: Callable[[Tensor], PackedWeight]
@@ -35,28 +35,28 @@ class Quantization:
     memo: dict[Any, Any] = field(default_factory=dict)
     packs: Mapping[nn.Module, Callable[[Tensor], PackedWeight]] = field(default_factory=dict)
 
-    def of(self, module: nn.Module) -> Quantization:
+    def for_module(self, module: nn.Module) -> Quantization:
         """Return this quantization with the `pack` of a module."""
         return replace(self, pack=self.packs[module]) if module in self.packs else self
 
 
 def weight_key(*weights: Tensor, order: str = "") -> tuple[Any, ...]:
-    """The key in a memo of what was converted from living weights, the same for all families.
+    """Return the key in a memo for the conversion of living weights; all families use it.
 
     Args:
         weights: parameters, or the qdata of a 4-bit weight.
-        order: of the weight in memory; "" where it is (E, N, K) as it is. Ties hold between modules of one order.
+        order: of the weight's dimensions in memory; "" is (E, N, K). Only modules of one order stay tied.
     """
     return (*map(id, weights), order)
 
 
 class ExpertFamily:
-    """A kind of expert modules, and how they become 4-bit and 16-bit again.
+    """A kind of expert modules, with their conversion to 4 bits and back to 16.
 
-    Families are asked in the order of `FAMILIES` and of registration; the first one that matches has the module.
+    Families are asked in the order of `FAMILIES` and of registration; the first one that matches converts the module.
 
     Attributes:
-        description: of its modules, in the error that finds none.
+        description: of its modules, for the error when a model has none.
     """
 
     description: str
@@ -69,36 +69,38 @@ class ExpertFamily:
         """True if this is a 4-bit module of the family."""
         raise NotImplementedError
 
-    def obstacle(self, module: nn.Module) -> str | None:
-        """Return why a module, 16-bit or 4-bit, cannot be replaced because of its own state; None when it can."""
+    def blocker(self, module: nn.Module) -> str | None:
+        """Return why a module, 16-bit or 4-bit, cannot be replaced because of its own state; None if it can."""
         raise NotImplementedError
 
-    def agree(self, module: nn.Module, problem: str | None) -> str | None:
-        """Return what keeps a module from being quantized: `problem`, or another process' where several have parts of
-        it. Each of them calls this."""
+    def problem_on_any_rank(self, module: nn.Module, problem: str | None) -> str | None:
+        """Return `problem`, or the problem of another process if several processes have parts of the module.
+
+        Every process that has a part calls this."""
         return problem
 
     def weights(self, module: nn.Module) -> list[tuple[nn.Parameter, Tensor]]:
-        """The parameters to quantize, each with its view as (E, N, K)."""
+        """Return the parameters to quantize, each with its view as (E, N, K)."""
         raise NotImplementedError
 
     def prepare(self, modules: Iterable[nn.Module], run: Quantization) -> None:
-        """Called once with all modules to convert, before the first. Keep no reference to them: each is freed once it
-        is converted."""
+        """Prepare the conversion of all these modules, before the first is converted.
+
+        An implementation keeps no reference to them: each is freed once it is converted."""
 
     def sizes(self, module: nn.Module, run: Quantization) -> list[tuple[int, int]]:
-        """(N, K) of each 4-bit weight that `convert` is going to make."""
+        """Return (N, K) of each 4-bit weight that `convert` will make."""
         return [(view.shape[1], view.shape[2]) for _, view in self.weights(module)]
 
-    def check_place(self, parent: nn.Module, module: nn.Module) -> None:
+    def check_parent(self, parent: nn.Module, module: nn.Module) -> None:
         """Raises a TypeError if `put` could not put the converted module into this parent."""
 
     def convert(self, module: nn.Module, run: Quantization) -> nn.Module:
-        """The 4-bit form of a module without `obstacle`."""
+        """Return the 4-bit form of a module that has no `blocker`."""
         raise NotImplementedError
 
     def restore(self, module: nn.Module, memo: dict[Any, Any]) -> nn.Module:
-        """The 16-bit form of a 4-bit module; `memo` is that of all calls for a model, as in `Quantization`."""
+        """Return the 16-bit form of a 4-bit module; all calls for a model share `memo`, as in `Quantization`."""
         raise NotImplementedError
 
     def put(self, parent: nn.Module, name: str, module: nn.Module) -> None:
@@ -106,12 +108,11 @@ class ExpertFamily:
         setattr(parent, name, module)
 
     def finish(self, model: nn.Module) -> None:
-        """Called with the model at the end of `quantize_`, `dequantize_`, `prepare_qat_` and `finish_qat_`."""
+        """Update the model at the end of `quantize_`, `dequantize_`, `prepare_qat_` and `finish_qat_`."""
 
 
-# Module that has families -> the packages of the classes that they handle; any class when empty. Here by name, so that
-# `import thunder_moe` imports none: experts of transformers, of transformers_modules (the code that comes with a
-# checkpoint), and NVFP4Experts.
+# Module that has families -> the packages of the classes that they handle; any class when empty. Modules are listed by
+# name, so that `import thunder_moe` imports none. transformers_modules is the code that comes with a checkpoint.
 _MODULES: dict[str, tuple[str, ...]] = {
     "thunder_moe.integrations.huggingface.families": (
         "transformers",
@@ -122,17 +123,17 @@ _MODULES: dict[str, tuple[str, ...]] = {
 
 
 def register(module: str, *, packages: tuple[str, ...] = ()) -> None:
-    """Adds the families of a module, which has them as `FAMILIES`; once is enough.
+    """Registers the families that a module lists as `FAMILIES`. Calling it again changes nothing.
 
     Args:
-        module: its name; imported when the first such model is quantized.
-        packages: it is imported only for models that hold a module whose class is in one of these; for all when empty.
+        module: its name; it is imported when the first such model is quantized.
+        packages: the module is imported only for models with a class of one of these packages; for all when empty.
     """
     _MODULES[module] = packages
 
 
 def families_of(model: nn.Module) -> list[ExpertFamily]:
-    """The families that may match modules of a model."""
+    """Return the families that may match modules of a model."""
     homes = {type(module).__module__ for module in model.modules()}
     found: list[ExpertFamily] = []
     for module, packages in _MODULES.items():

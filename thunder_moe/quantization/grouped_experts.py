@@ -16,7 +16,7 @@ from thunder_moe.formats.weight import PackedWeight
 from thunder_moe.kernels.select import lay_out
 from thunder_moe.nn import GroupedLinear, GroupedSwiGLU, NVFP4GroupedLinear, NVFP4GroupedSwiGLU
 from thunder_moe.quantization.families import ExpertFamily, Quantization, weight_key
-from thunder_moe.quantization.replaceable import not_plain
+from thunder_moe.quantization.replaceable import customization
 from thunder_moe.training import GroupedMLP, NVFP4GroupedMLP
 
 __all__ = ["FAMILIES", "GroupedExperts"]
@@ -35,10 +35,10 @@ class GroupedExperts(ExpertFamily):
     def match_quantized(self, module: nn.Module) -> bool:
         return isinstance(module, NVFP4GroupedSwiGLU | NVFP4GroupedMLP | NVFP4GroupedLinear)
 
-    def obstacle(self, module: nn.Module) -> str | None:
+    def blocker(self, module: nn.Module) -> str | None:
         if isinstance(module, NVFP4GroupedLinear) and len(module.weight_dtypes) > 1:
             return "it stands for gate and up together, which no GroupedLinear does"
-        return not_plain(module)
+        return customization(module)
 
     def weights(self, module: nn.Module) -> list[tuple[nn.Parameter, Tensor]]:
         return [(linear.weight, linear.weight) for linear in _linears(module)]
@@ -89,8 +89,8 @@ class GroupedExperts(ExpertFamily):
 
 
 def _quantized(run: Quantization, *linears: GroupedLinear) -> NVFP4GroupedLinear:
-    """One 4-bit linear of the stacked rows of these."""
-    # Plain parameters, which all live when the first is converted: an id names one of them for the whole run.
+    """Return one 4-bit linear of the stacked rows of these."""
+    # All parameters are alive when the first is converted, so an id identifies one of them for the whole run.
     weights = [linear.weight for linear in linears]
     key = weight_key(*weights)
     if key not in run.memo:
@@ -109,8 +109,8 @@ def _quantized(run: Quantization, *linears: GroupedLinear) -> NVFP4GroupedLinear
 
 
 def _dequantized(module: NVFP4GroupedLinear, memo: dict[Any, Any]) -> list[GroupedLinear]:
-    """The 16-bit linears that a 4-bit one stands for."""
-    key = weight_key(module.qdata)  # these all live when the first is converted
+    """Return the 16-bit linears that a 4-bit one was made of."""
+    key = weight_key(module.qdata)  # all are alive when the first is converted
     if key not in memo:
         weights = zip(module.dequantized(), module.weights_require_grad, strict=True)
         memo[key] = [nn.Parameter(weight, requires_grad=requires_grad) for weight, requires_grad in weights]
@@ -130,7 +130,7 @@ def _linears(module: nn.Module) -> list[GroupedLinear]:
 
 
 def _fusible(modules: Iterable[nn.Module]) -> WeakSet[nn.Module]:
-    """The blocks whose gate and up projections can be fused: neither weight is tied elsewhere without the other."""
+    """Return the blocks whose gate and up can be fused: neither weight is tied to another module without the other."""
     modules = list(modules)
     partners: dict[nn.Parameter, set[tuple[int, ...]]] = defaultdict(set)
     for module in modules:

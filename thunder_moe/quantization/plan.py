@@ -1,4 +1,4 @@
-"""`QuantizationPlan`: the modules that a conversion of a model replaces, as a table; and the swap of modules in place.
+"""`QuantizationPlan`, the table of the modules that a conversion of a model replaces, and `swap`, which replaces them.
 Made by choose; called by quantization and integrations.huggingface.on_load; calls the families of the modules.
 """
 
@@ -22,28 +22,28 @@ from thunder_moe.progress import progress_bar
 from thunder_moe.quantization.dense_linears import is_dense_layer
 from thunder_moe.quantization.families import ExpertFamily, Quantization, families_of
 
-__all__ = ["Chosen", "Left", "Place", "PlannedModule", "QuantizationPlan", "exclusive", "replace_module", "swap"]
+__all__ = ["PlannedModule", "QuantizationPlan", "Skipped", "Target", "Targets", "exclusive", "replace_module", "swap"]
 
 Model = TypeVar("Model", bound=nn.Module)
 _LOGGER = logging.getLogger("thunder_moe")
-# Models with more expert weights than this (a few seconds' work) show a progress bar.
+# Models with more expert weights than this (a few seconds of work) show a progress bar.
 _PROGRESS_WEIGHTS = 2**28
-# The modules of models that are being converted, and the threads that do it; the lock is held while it is in use. A
-# thread that has ended converts nothing: an interrupt may have kept it from saying so.
+# The modules of models that are being converted -> the converting thread; `_BUSY_LOCK` guards it. An entry of a thread
+# that has ended is ignored, because an interrupt may have prevented its removal.
 _BUSY: WeakKeyDictionary[nn.Module, Thread] = WeakKeyDictionary()
 _BUSY_LOCK = Lock()
 
 
-class Place(NamedTuple):
-    """Qualified name and family of a module that is replaced, and the number format of its weights."""
+class Target(NamedTuple):
+    """A module to replace: its qualified name, its family and the number format of its weights."""
 
     name: str
     family: ExpertFamily
     format: str = NVFP4.name
 
 
-Chosen = dict[nn.Module, Place]
-Left = dict[nn.Module, tuple[str, str]]  # what is not replaced, its qualified name and why
+Targets = dict[nn.Module, Target]
+Skipped = dict[nn.Module, tuple[str, str]]  # module that is not replaced -> its qualified name and the reason
 
 
 @dataclass(frozen=True)
@@ -53,10 +53,10 @@ class PlannedModule:
     Attributes:
         name: qualified name.
         kind: name of the module's class.
-        format: number format that it is going to have; None: it stays in 16 bits.
+        format: number format after the conversion; None: it stays in 16 bits.
         bytes_before: of its parameters and buffers.
-        bytes_after: the same once the plan is applied, but for global scales (4 bytes an expert, or a row).
-        reason: why it stays; "" if it does not.
+        bytes_after: of them once the plan is applied, without global scales (4 bytes an expert, or a row).
+        reason: why it stays in 16 bits; "" if it does not.
     """
 
     name: str
@@ -68,26 +68,25 @@ class PlannedModule:
 
 
 class QuantizationPlan(Generic[Model]):
-    """The plan of `quantize_` with the same options for a model; made by `plan_quantization`. ``print(plan)``: a table.
+    """The plan of `quantize_` with the same options for a model; `plan_quantization` makes it. Prints as a table.
 
     Attributes:
-        modules: experts and dense layers in the order of the model: those that are replaced, and those that stay, with
-            the reason. Routers are not among them.
+        modules: the experts and dense layers that are replaced or stay, in the order of the model; no routers.
         bytes_before: of all parameters and buffers of the model; tied ones count once.
-        bytes_after: the same once the plan is applied.
+        bytes_after: of them once the plan is applied.
     """
 
     def __init__(
         self,
         model: Model,
         run: Quantization,
-        chosen: Chosen,
-        left: Left,
+        chosen: Targets,
+        skipped: Skipped,
         linears: object,
-        again: Callable[[], QuantizationPlan[Model]],
+        choose_again: Callable[[], QuantizationPlan[Model]],
     ) -> None:
         self.run, self.chosen = run, chosen
-        self._model, self._left, self._linears, self._again = model, left, linears, again
+        self._model, self._skipped, self._linears, self._choose_again = model, skipped, linears, choose_again
         self.modules: tuple[PlannedModule, ...] = ()
         self.bytes_before = self.bytes_after = 0
 
@@ -107,7 +106,7 @@ class QuantizationPlan(Generic[Model]):
             rows[name] = PlannedModule(name, type(module).__name__, format, before, after)
         chosen = {part for module in self.chosen for part in module.modules()}
         inside: set[nn.Module] = set()
-        for module, (name, reason) in self._left.items():
+        for module, (name, reason) in self._skipped.items():
             if module not in inside and chosen.isdisjoint(module.modules()):
                 inside.update(module.modules())
                 size = sum(tensor.nbytes for tensor in _tensors(module))
@@ -131,17 +130,17 @@ class QuantizationPlan(Generic[Model]):
             if not self.chosen or not self.chosen.keys() <= set(self._model.modules()):
                 raise ValueError("plan: it is applied already, or the model has other modules now: make a plan again")
             try:
-                now = self._again()
+                now = self._choose_again()
             except ValueError as error:
                 raise ValueError(f"plan: the model has changed ({error}): make a plan again") from error
-            for module, place in {**now.chosen, **self.chosen}.items():
+            for module, target in {**now.chosen, **self.chosen}.items():
                 was, would = (
                     chosen[module].format if module in chosen else "16-bit" for chosen in (self.chosen, now.chosen)
                 )
                 if was != would:
-                    _, why = now._left.get(module, ("", f"it would be {would}, and {was} in the plan"))
-                    raise ValueError(f"plan: {place.name!r} has changed, {why}: make a plan again")
-            del module, place  # each is freed once it is converted
+                    _, why = now._skipped.get(module, ("", f"it would be {would}, and {was} in the plan"))
+                    raise ValueError(f"plan: {target.name!r} has changed, {why}: make a plan again")
+            del module, target  # each is freed once it is converted
             self.run, self.chosen = now.run, now.chosen
             self.quantize_modules()
             return self._model
@@ -149,14 +148,14 @@ class QuantizationPlan(Generic[Model]):
     @torch.inference_mode(False)  # buffers of an inference mode could not be loaded into outside of it
     @torch.no_grad()
     def quantize_modules(self) -> None:
-        """Replaces `chosen`, which is empty afterwards."""
+        """Replaces the modules of `chosen`, and empties it."""
         run, label = self.run, "quantizing experts" if self._linears is False else "quantizing"
         try:
-            swap(self._model, self.chosen, lambda module, family: family.convert(module, run.of(module)), label)
-        finally:  # what was replaced before an interrupt is saved as such, too
+            swap(self._model, self.chosen, lambda module, family: family.convert(module, run.for_module(module)), label)
+        finally:  # after an interrupt, too: the replaced modules are saved as 4-bit ones
             for family in families_of(self._model):
                 family.finish(self._model)
-            run.memo.clear()  # who keeps the plan does not keep the weights
+            run.memo.clear()  # the plan does not keep the weights alive
 
     def __str__(self) -> str:
         lines = [("module", "class", "format", "MB before", "MB after", "why it stays")]
@@ -182,7 +181,7 @@ def exclusive(model: nn.Module) -> Iterator[None]:
     """Lets one thread at a time convert a model.
 
     Raises:
-        ValueError: another thread is converting it, or a module of it.
+        ValueError: another thread is converting the model, or a module of it.
     """
     require_module(model)
     with _BUSY_LOCK:
@@ -199,13 +198,16 @@ def exclusive(model: nn.Module) -> Iterator[None]:
                 _BUSY.pop(module, None)
 
 
-def swap(model: nn.Module, chosen: Chosen, replace: Callable[[nn.Module, ExpertFamily], nn.Module], label: str) -> None:
-    """Puts `replace(module, family)` into every parent of each module, and frees the old one at once; a bar on big
-    models."""
+def swap(
+    model: nn.Module, chosen: Targets, replace: Callable[[nn.Module, ExpertFamily], nn.Module], label: str
+) -> None:
+    """Puts `replace(module, family)` into every parent of each module, and frees the old module at once.
+
+    Big models show a progress bar."""
     places = defaultdict(list)
     for parent in model.modules():
         for name, child in parent._modules.items():  # named_children gives a child of two names once
-            if child is not None and child in chosen:  # others would keep the blocks above them alive
+            if child is not None and child in chosen:  # an entry for any other would keep its parents alive
                 places[child].append((parent, name))
     weights = sum(tensor.numel() for module in chosen for tensor in _tensors(module))
     modules = _blocks_first(chosen)
@@ -216,15 +218,15 @@ def swap(model: nn.Module, chosen: Chosen, replace: Callable[[nn.Module, ExpertF
     )
     with bar:
         while modules:
-            module, place = modules.pop()
-            replace_module(module, place, places.pop(module), replace, label)
+            module, target = modules.pop()
+            replace_module(module, target, places.pop(module), replace, label)
             del module
             bar.update()
 
 
 def replace_module(
     module: nn.Module,
-    place: Place,
+    target: Target,
     parents: Iterable[tuple[nn.Module, str]],
     replace: Callable[[nn.Module, ExpertFamily], nn.Module],
     label: str,
@@ -232,16 +234,16 @@ def replace_module(
     """Puts `replace(module, family)` into each of the parents, and logs its sizes.
 
     Args:
-        module: what is replaced.
-        place: its qualified name and family.
-        parents: of the module, each with its name there.
+        module: the module to replace.
+        target: its qualified name and family.
+        parents: of the module, each with the module's name in it.
         replace: makes the new module.
-        label: of the line in the log.
+        label: beginning of the line in the log.
 
     Returns:
         The new module.
     """
-    where, family, _ = place
+    where, family, _ = target
     before, kind = sum(tensor.nbytes for tensor in _tensors(module)), type(module).__name__
     new = replace(module, family)
     for parent, name in parents:
@@ -253,8 +255,8 @@ def replace_module(
     return new
 
 
-def _blocks_first(chosen: Chosen) -> list[tuple[nn.Module, Place]]:
-    """Sort blocks before their submodules, since a block recognizes these by their original class."""
+def _blocks_first(chosen: Targets) -> list[tuple[nn.Module, Target]]:
+    """Sort blocks before their submodules, because a block recognizes these by their original class."""
     parts = {part for module in chosen for part in module.modules() if part is not module}
     return sorted(chosen.items(), key=lambda item: item[0] in parts)
 

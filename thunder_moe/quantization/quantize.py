@@ -1,5 +1,5 @@
-"""quantize_(model), plan_quantization(model) and dequantize_(model): swap experts and dense layers for their packed
-forms in place, and back; to_layout_.
+"""quantize_(model) and dequantize_(model) swap experts and dense layers for their packed forms in place, and back;
+plan_quantization(model) shows what quantize_ would do; to_layout_(model) changes the layout of packed weights.
 Called by users; calls choose for the modules, plan to swap them, kernels.select to lay weights out.
 """
 
@@ -18,17 +18,17 @@ from thunder_moe.nn.packed import PackedModule
 from thunder_moe.nn.snapshot import replacing
 from thunder_moe.quantization.choose import (
     choose_modules,
-    choose_or_leave,
+    choose_or_skip,
     refuse_root,
-    report_left,
+    report_skipped,
     require_fit,
     require_layout,
     walk,
 )
 from thunder_moe.quantization.dense_linears import DenseLinears
 from thunder_moe.quantization.families import ExpertFamily, families_of
-from thunder_moe.quantization.plan import Chosen, Left, Place, QuantizationPlan, exclusive, swap
-from thunder_moe.quantization.replaceable import has_hook, wrapped
+from thunder_moe.quantization.plan import QuantizationPlan, Skipped, Target, Targets, exclusive, swap
+from thunder_moe.quantization.replaceable import has_hook, wrapped_modules
 from thunder_moe.selection import Format, Patterns, Selection
 
 __all__ = ["dequantize_", "dequantize_with_", "plan_quantization", "quantize_", "to_layout_"]
@@ -48,74 +48,80 @@ def quantize_(
     scale_search: str | None = None,
     layout: str = "auto",
 ) -> Model:
-    """Replaces the experts of a model with their NVFP4 (or MXFP8) form, in place, and where asked to its dense layers.
+    """Replaces the experts of a model with their NVFP4 (or MXFP8) form, in place, and on request its dense layers.
 
-    Knows `GroupedMLP`, `GroupedSwiGLU` and `GroupedLinear`, whose biases stay as they are, and the experts modules of
+    Knows `GroupedMLP`, `GroupedSwiGLU` and `GroupedLinear`, whose biases stay unchanged, and the experts modules of
     transformers' models (`integrations.huggingface.experts.expert_blocks` lists them). The 16-bit weights are freed
     module by module. Modules and weights that are tied stay tied. The NVFP4 tensors are buffers: in the state dict,
     frozen, moved by ``model.to``. The logger "thunder_moe" lists each replaced module at level INFO.
 
-    Replaces only modules without customization. A customized module stays 16-bit as a whole, and the logger says at
-    level WARNING which and why: a subclass, a forward or another method replaced on the instance, hooks of torch
-    (accelerate's on transformers' experts are kept), a parametrization, other children, parameters or buffers than its
-    class has (LoRA), a parameter of another type than ``nn.Parameter`` (DTensor, but for experts that transformers 5.23
-    has shared among processes by expert or tensor parallelism: each process quantizes its part, and all of them call
-    this), a ``module.compile()``, a wrapper around it that would keep using the 16-bit module (PEFT's, torch.compile of
-    the module itself, thunder.jit of a module that holds it). Of transformers' experts, subclasses are replaced when
-    they have the forward of transformers' interface; their own gate function is kept. With a `filter` that declines
-    such a `GroupedSwiGLU` and takes its projections, those without customization are replaced one by one.
+    Replaces only modules without customization. A customized module stays 16-bit as a whole, and the logger gives its
+    name and the reason at level WARNING. Customizations are:
 
-    `filter`, `ignore`, `linears` and `format` name modules by patterns, which mean the same in `ThunderMoeConfig`,
-    `checkpoint.convert` and its command line: a name ("lm_head"), a glob whose ``*`` takes dots, too
+    - a subclass (but for transformers' experts with the forward of transformers' interface; their gate function is
+      kept), a ``module.compile()``, a forward or another method replaced on the instance;
+    - hooks of torch (accelerate's hooks on transformers' experts are kept) and parametrizations;
+    - children, parameters or buffers that its class does not have (LoRA);
+    - parameters of another type than ``nn.Parameter``, such as DTensor. Experts that transformers 5.23 has sharded by
+      expert or tensor parallelism are replaced: each process quantizes its part, and all of them call this;
+    - a wrapper that would keep using the 16-bit module: PEFT's, torch.compile of the module itself, thunder.jit of a
+      module that holds it.
+
+    With a `filter` that declines a customized `GroupedSwiGLU` and takes its projections, the projections without
+    customization are replaced one by one.
+
+    `filter`, `ignore`, `linears` and `format` name modules by patterns. They mean the same in `ThunderMoeConfig`,
+    `checkpoint.convert` and its command line. A pattern is a name ("lm_head"), a glob whose ``*`` takes dots, too
     ("*.layers.0.*"), or "re:" and a regular expression that is matched from the start of a name. A name or a glob that
     fits a module covers all that is in it, a regular expression only what it matches. A module that is in several
     places has all their names. Functions are called as ``function(module, name)`` with its first name.
 
     With `linears` each `nn.Linear` becomes a `NVFP4Linear`: attention's projections, shared experts, dense MLPs, head.
-    Those that the source of their parent's forward calls with the same tensor (q, k and v; gate and up) are computed at
-    once: their weights are stacked in a child "qkv_proj" or "gate_up_proj" of their parent, and in their places are
-    modules that take their part of its result. Routers and gates are never replaced. A head that is tied to the
-    embedding stays 16-bit, as does any weight that another module has, too, or that its parent reads itself. The logger
-    says at level INFO which stay and why.
+    Linears that are known to read the same tensor (q, k and v; gate and up) are computed at once: their weights are
+    stacked in a child "qkv_proj" or "gate_up_proj" of their parent, and the modules in their places return their part
+    of its result. Routers and gates are never replaced. A head that is tied to the embedding stays 16-bit, as does any
+    weight that another module shares, or that its parent reads itself. The logger says at level INFO which stay and
+    why.
 
     Args:
         model: any module that holds experts, or with `linears` dense layers.
         format: the number format of the weights: "nvfp4" (4.5 bits a weight), or "mxfp8" (8.25 bits, nearly lossless).
-            Or a dictionary of patterns and formats (None: 16 bits), of which the first that covers a module counts;
-            what none covers becomes "nvfp4". Or a function of a module and its name that returns a format or None.
-            Dense layers that read the same rows are stacked if they have one format.
-        filter: which experts and dense layers become 4-bit; None: all. A pattern, a list of patterns, or a function of
-            a module and its name that is True for those to take. When it declines a `GroupedSwiGLU` it is asked about
-            each of its three projections.
-        ignore: a pattern or a list of patterns of experts and dense layers that stay 16-bit, whatever `filter` takes.
-        linears: which dense layers are candidates. False: none. True: those that are faster in 4 bits at 1 to 64 rows
-            on the device where the weights are (by their size), but for encoders of images and sound. Or patterns, or
-            a function of an `nn.Linear` and its name: those, however small they are. `filter` and `ignore` hold for
-            them as for experts. From how many rows on the layers taken are slower, by measurements, the logger says at
-            level INFO.
-        scale_search: as in `nvfp4.quantize`: "mse" tries a few scales per block for about 1 dB less noise; of the
-            weights in NVFP4, and an error where there are none.
-        layout: of the weights in memory. "auto": for each the one that the default kernels of its device prefer,
+            Or a dictionary of patterns and formats (None: 16 bits): the first pattern that covers a module decides, and
+            modules that no pattern covers become "nvfp4". Or a function of a module and its name that returns a format
+            or None. Dense layers that read the same rows are stacked if they have one format.
+        filter: the experts and dense layers that become 4-bit; None: all. A pattern, a list of patterns, or a function
+            of a module and its name that returns True for those to take. When it declines a `GroupedSwiGLU` it is
+            asked about each of its three projections.
+        ignore: a pattern or a list of patterns of experts and dense layers that stay 16-bit even if `filter` takes
+            them.
+        linears: the dense layers that are candidates. False: none. True: layers whose size is faster in 4 bits at 1 to
+            64 rows on the device of the weights, but for encoders of images and sound. Or patterns, or a function of an
+            `nn.Linear` and its name: the layers that it names, of any size. `filter` and `ignore` hold for them as for
+            experts. The logger says at level INFO from how many rows on the layers taken are slower, by measurements.
+        scale_search: as in `nvfp4.quantize`: "mse" tries a few scales per block for about 1 dB less noise. It applies
+            to weights in NVFP4, and is an error where there are none.
+        layout: of the weights in memory. "auto": the layout that the default kernels of the weight's device prefer,
             "tiled_64x64" on a CUDA device of compute capability 9.0 if out_features (of gate and up together) and
-            in_features are multiples of 64, else "linear". Or one of these for all. State dicts are the same.
+            in_features are multiples of 64, else "linear". Or one of these for all. State dicts do not depend on it.
 
     Returns:
         The same model.
 
     Raises:
-        ValueError: nothing to quantize, or nothing that can be (the message names what there is, and why not), an
-            unknown format, in_features that are no multiple of 16 (of 32 for MXFP8), a dtype other than bfloat16,
-            float16 and float32, NaN or Inf, no data (the "meta" device), gate and up on several devices, two tied
-            weights of which only one is taken or can be, or that are to have two formats, an unknown layout, or one
-            that a weight's shape does not fit; a pattern of `filter` or `linears` that fits no experts or dense layer,
-            one of `ignore` or `format` that fits no module with weights, an empty one, or an `ignore` of a part of what
-            is converted as one (close names are listed); another thread converts the model. It is unchanged then.
+        ValueError: the model is unchanged, and one of these holds. There is nothing that can be quantized (the message
+            names the modules and the reasons). The format or the layout is unknown, or a weight's shape does not fit
+            it: in_features have to be a multiple of 16 (of 32 for MXFP8). A weight is not bfloat16, float16 or float32,
+            has NaN or Inf, or no data (the "meta" device). Gate and up are on several devices. Of two tied weights only
+            one is taken or can be, or they are to have two formats. A pattern of `filter` or `linears` fits no experts
+            or dense layer, a pattern of `ignore` or `format` fits no module with weights (close names are listed), a
+            pattern is empty, or `ignore` names a part of a block that is converted as one. Another thread converts the
+            model.
         TypeError: the parent of transformers' experts is not the layer that calls them, or an option is of another
-            type, or a function of other arguments; unchanged likewise.
+            type, or a function of other arguments; the model is unchanged then.
 
-    Everything that can be checked is, before the first module is replaced. An error that cannot be foreseen (out of
-    memory, an interrupt) leaves the first modules quantized and the others 16-bit: the model still computes, and
-    another call quantizes the rest.
+    All checks are made before the first module is replaced. An error that no check foresees (out of memory, an
+    interrupt) leaves the first modules quantized and the others 16-bit: the model still computes, and another call
+    quantizes the rest.
     """
     with exclusive(model):
         options: dict[str, Any] = dict(filter=filter, ignore=ignore, linears=linears, layout=layout)
@@ -161,58 +167,59 @@ def plan_quantization(
 
 
 def dequantize_(model: Model) -> Model:
-    """The inverse of `quantize_`: 16-bit modules with the dequantized weights (the rounding to 4 bits remains).
+    """Undoes `quantize_`: returns 16-bit modules with the dequantized weights (the rounding to 4 bits remains).
 
-    Each weight has the dtype (or that of a later ``model.to(dtype)``) and the requires_grad that it had. Modules that
-    have anything of their own (hooks, wrapped projections, ..., as in `quantize_`) stay 4-bit, which is logged, and so
-    do those that are offloaded.
+    Each weight has its dtype from before, or the dtype of a later ``model.to(dtype)``, and its requires_grad.
+    Customized modules (hooks, wrapped projections, ..., as in `quantize_`) and offloaded modules stay 4-bit, which is
+    logged.
 
     Raises:
-        ValueError: the model holds no NVFP4 modules, or none that can be replaced; it is unchanged then.
+        ValueError: the model holds no packed modules, or none that can be replaced; it is unchanged then.
     """
     return dequantize_with_(model, {})
 
 
 @torch.inference_mode(False)
 @torch.no_grad()
-def dequantize_with_(model: Model, needed: Mapping[str, nn.Module], *, only: bool = False) -> Model:
-    """`dequantize_`, and a ValueError, which leaves the model unchanged, where one of `needed` (4-bit linears, by
-    name) would stay as it is. With `only` all other modules stay as they are."""
+def dequantize_with_(model: Model, needed: Mapping[str, nn.Module], *, only_needed: bool = False) -> Model:
+    """Runs `dequantize_`, with a ValueError before any change if one of `needed` (4-bit linears, by name) would stay.
+
+    With `only_needed` all other modules stay 4-bit."""
     with exclusive(model):
-        return _dequantize(model, needed, only)
+        return _dequantize(model, needed, only_needed)
 
 
-def _dequantize(model: Model, needed: Mapping[str, nn.Module], only: bool = False) -> Model:
+def _dequantize(model: Model, needed: Mapping[str, nn.Module], only_needed: bool = False) -> Model:
     families: list[ExpertFamily] = [*families_of(model), DenseLinears()]
-    chosen: Chosen = {}
-    left: Left = {}
-    outside = wrapped(model)
+    chosen: Targets = {}
+    skipped: Skipped = {}
+    wrapped = wrapped_modules(model)
 
-    def take(module: nn.Module, name: str) -> bool:
+    def visit(module: nn.Module, name: str) -> bool:
         family = next((family for family in families if family.match_quantized(module)), None)
-        if family is not None and only and module not in needed.values():
+        if family is not None and only_needed and module not in needed.values():
             return False
         if family is not None:
-            choose_or_leave(module, Place(name, family), outside, chosen, left)
+            choose_or_skip(module, Target(name, family), wrapped, chosen, skipped)
         return family is not None
 
-    walk(model, take)
+    walk(model, visit)
     for module in list(chosen):
         if has_hook(module) and any(buffer.is_meta for buffer in module.buffers()):
-            left[module] = chosen.pop(module).name, "its weights are offloaded"
-    for whole, (where, reason) in list(left.items()):
+            skipped[module] = chosen.pop(module).name, "its weights are offloaded"
+    for whole, (where, reason) in list(skipped.items()):
         for module in whole.modules():
             if module in chosen:
-                left[module] = chosen.pop(module).name, f"it is a part of {where!r}, which stays 4-bit: {reason}"
-    if not chosen and not left:
+                skipped[module] = chosen.pop(module).name, f"it is a part of {where!r}, which stays 4-bit: {reason}"
+    if not chosen and not skipped:
         raise ValueError(f"model: found no NVFP4 modules in {type(model).__name__}, nothing to dequantize")
     refuse_root(model, chosen)
     replaced = {part for module in chosen for part in module.modules()}
     for name, linear in needed.items():
         if linear not in replaced:
-            why = next((reason for whole, (_, reason) in left.items() if linear in whole.modules()), "it is unknown")
+            why = next((reason for whole, (_, reason) in skipped.items() if linear in whole.modules()), "it is unknown")
             raise ValueError(f"model: {name} cannot be replaced by a 16-bit module: {why}")
-    report_left(model, chosen, left, "4-bit")
+    report_skipped(model, chosen, skipped, "4-bit")
     memo: dict[Any, Any] = {}
     swap(model, chosen, lambda module, family: family.restore(module, memo), "dequantizing")
     for family in families:
@@ -223,16 +230,16 @@ def _dequantize(model: Model, needed: Mapping[str, nn.Module], only: bool = Fals
 @torch.inference_mode(False)
 @torch.no_grad()
 def to_layout_(model: Model, layout: str = "auto") -> Model:
-    """Lays the weights of a quantized model out for other kernels, exactly, in place.
+    """Converts the weights of a quantized model to another layout in memory, exactly, in place.
 
-    For quantized models that are to run on other kernels, or that were quantized with a layout of their own and have
-    moved to another device (those of layout "auto" lay themselves out). The modules get other memory: compiled models
-    compile again, state dicts that were taken before keep their own, CUDA graphs have to be captured again. The buffers
-    tell their layout by their shapes, so nothing reads one layout as another.
+    Call it for other kernels, or after a model that was quantized with a fixed layout has moved to another device
+    (weights of layout "auto" follow the device by themselves). The weights get new memory: compiled models compile
+    again, earlier state dicts keep the old tensors, and CUDA graphs have to be captured again. The shapes of the
+    buffers tell their layout, so nothing reads one layout as another.
 
     Args:
         model: a module that holds NVFP4 modules.
-        layout: as in `quantize_`: "auto" (from now on, wherever it moves), "linear" or "tiled_64x64".
+        layout: as in `quantize_`: "auto" (also after a later move to another device), "linear" or "tiled_64x64".
 
     Returns:
         The same model.
@@ -251,8 +258,9 @@ def to_layout_(model: Model, layout: str = "auto") -> Model:
         n, k = module.out_features, module.in_features
         wanted[module] = resolve_layout(layout, module.qdata.device, n, k, module.format)
         require_fit(wanted[module], name, n, k, module.format)
-    # Modules that share memory, even through different buffers, share the new memory. All keep the old until the first
-    # is converted. Of what another thread replaces meanwhile, half of the buffers would tell of a layout that is none.
+    # Modules that share memory, even through different buffers, share the new memory. All keep the old memory until the
+    # first is converted. The lock keeps another thread from replacing half of the buffers meanwhile: their shapes would
+    # tell of a layout that does not exist.
     with replacing:
         shared: dict[tuple[Any, ...], list[PackedModule]] = defaultdict(list)
         for module, own in wanted.items():
@@ -267,7 +275,7 @@ def to_layout_(model: Model, layout: str = "auto") -> Model:
 
 
 def _memory(tensor: Tensor) -> tuple[Any, ...]:
-    """Identifies the memory of a living tensor."""
+    """Return a key for the memory of a living tensor."""
     if tensor.is_meta:
         return (id(tensor),)
     return tensor.device, tensor.untyped_storage().data_ptr(), tensor.storage_offset(), tensor.shape, tensor.stride()

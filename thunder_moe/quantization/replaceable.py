@@ -1,4 +1,4 @@
-"""True if a module may be replaced by its other form: only one without customization (hooks, wrappers, extra tensors).
+"""Checks that a module may be replaced by its 4-bit or 16-bit form: one without hooks, wrappers or extra tensors.
 Called by choose, grouped_experts and integrations.huggingface; calls nn for its classes, and knows how accelerate
 wraps a forward.
 """
@@ -16,16 +16,16 @@ from thunder_moe.nn import GroupedLinear, GroupedSwiGLU, NVFP4GroupedLinear, NVF
 from thunder_moe.nn.lora import LoRALinear, NVFP4LoRAGroupedLinear
 from thunder_moe.training import GroupedMLP, NVFP4GroupedMLP
 
-__all__ = ["has_hook", "has_own_forward", "impure", "not_plain", "wrapped"]
+__all__ = ["customization", "has_hook", "has_own_forward", "instance_customization", "wrapped_modules"]
 
-# Children, parameters and buffers of the modules of this package that are replaced, and the forward of each.
+# Module class of this package -> its children, parameters and buffers; `_FORWARDS`: its forward.
 _PROJECTIONS = dict.fromkeys(("gate_proj", "up_proj", "down_proj"), GroupedLinear)
 _PACKED = dict.fromkeys(("gate_up_proj", "down_proj"), NVFP4GroupedLinear)
 _PARTS: dict[type[nn.Module], tuple[dict[str, type[nn.Module]], tuple[str, ...], tuple[str, ...]]] = {
     GroupedLinear: ({}, ("weight", "bias"), ()),
     GroupedSwiGLU: ({**_PROJECTIONS}, (), ()),
     GroupedMLP: (dict(gate_up_proj=GroupedLinear, activation=nn.Module, down_proj=GroupedLinear), (), ()),
-    # What merge_lora_ makes 16-bit; before NVFP4GroupedLinear, which it is too.
+    # merge_lora_ makes these 16-bit. Listed before their base class, because the first match counts.
     NVFP4LoRAGroupedLinear: (dict(lora_A=nn.Module, lora_B=nn.Module), ("bias",), ("qdata", "scale", "global_scale")),
     NVFP4GroupedLinear: ({}, ("bias",), ("qdata", "scale", "global_scale")),
     NVFP4GroupedSwiGLU: ({**_PACKED}, (), ()),
@@ -44,11 +44,11 @@ _HOOKS = {
 }
 
 
-def not_plain(module: nn.Module) -> str | None:
-    """Return how a module of this package (or of a subclass) is customized; None when it is not.
+def customization(module: nn.Module) -> str | None:
+    """Return how a module of this package (or of a subclass) is customized; None if it is not.
 
-    In that order: parametrizations, another class, hooks, methods or a forward of the instance's own, tensors or
-    children that the class does not have or that are of another type; then the same of its children.
+    Checks in this order: parametrizations, the class, hooks, methods or a forward of the instance's own, tensors and
+    children that the class does not have or that are of another type; then the children likewise.
     """
     known = next((cls for cls in _PARTS if isinstance(module, cls)), None)
     assert known is not None
@@ -60,7 +60,7 @@ def not_plain(module: nn.Module) -> str | None:
         return f"it is a {type(module).__name__}, not a {known.__name__} itself"
     if known.forward is not _FORWARDS[known]:
         return f"the forward of {known.__name__} was replaced"
-    reason = impure(module)
+    reason = instance_customization(module)
     if reason is not None:
         return reason
     if not has_own_forward(module) or has_hook(module):
@@ -79,9 +79,9 @@ def not_plain(module: nn.Module) -> str | None:
     for name, child in module._modules.items():
         if not isinstance(child, children[name]):
             return f"its {name} is a {type(child).__name__}, not a {children[name].__name__}"
-        if children[name] is nn.Module:  # goes along as it is
+        if children[name] is nn.Module:  # kept unchanged
             continue
-        reason = not_plain(child)
+        reason = customization(child)
         if reason is not None:
             return f"{name}: {reason}"
     if known is GroupedSwiGLU:
@@ -93,12 +93,13 @@ def not_plain(module: nn.Module) -> str | None:
     return None
 
 
-def impure(module: nn.Module) -> str | None:
-    """Which customization of a module a replacement would lose: hooks of torch, methods set on the instance, a compiled
-    call. `has_own_forward` checks the forward."""
+def instance_customization(module: nn.Module) -> str | None:
+    """Return which customization of an instance a replacement would lose: hooks of torch, methods, a compiled call.
+
+    `has_own_forward` checks the forward."""
     if parametrize.is_parametrized(module):
         return f"its {_listed(module.parametrizations)} is parametrized"
-    if vars(module).get("_cut") is not None:  # parallel.shards
+    if vars(module).get("_sharding") is not None:  # parallel.shards
         return "its weight is cut over ranks: call it before parallelize_module"
     hooks = {text: None for name, text in _HOOKS.items() if getattr(module, name, None)}
     if hooks:
@@ -115,7 +116,7 @@ def has_hook(module: nn.Module) -> bool:
 
 
 def has_own_forward(module: nn.Module) -> bool:
-    """True if a module runs its class' forward, as it is or inside of a hook of accelerate's and nothing else."""
+    """True if a module runs the forward of its class, alone or inside of accelerate's hook."""
     forward = vars(module).get("forward")
     if has_hook(module) and forward is not None:
         hooked = isinstance(forward, functools.partial) and forward.args == (module,)
@@ -126,18 +127,18 @@ def has_own_forward(module: nn.Module) -> bool:
         return True
     if not isinstance(forward, MethodType) or forward.__self__ is not module:
         return False
-    own: Any = type(module).forward  # which may have been wrapped after the hook
+    own: Any = type(module).forward  # may have been wrapped after the hook was added
     while own is not None and own is not forward.__func__:
         own = getattr(own, "__wrapped__", None)
     return own is not None
 
 
-def wrapped(model: nn.Module) -> dict[nn.Module, str]:
-    """Why the children of wrappers may not be replaced: the wrapper would keep using the old module."""
+def wrapped_modules(model: nn.Module) -> dict[nn.Module, str]:
+    """Return the modules inside of wrappers, which would keep using a replaced module, with the reason for users."""
     reasons: dict[nn.Module, str] = {}
     for parent in model.modules():
         kind = type(parent)
-        if kind.__module__.partition(".")[0] == "peft":  # adds to parameters by their names, at every call
+        if kind.__module__.partition(".")[0] == "peft":  # adds to the module's parameters by name, at every call
             reasons |= dict.fromkeys(parent.children(), f"a {kind.__name__} of PEFT wraps it: quantize_ before PEFT")
         elif kind.__module__.startswith("torch._dynamo") and kind.__name__ == "OptimizedModule":
             reasons |= dict.fromkeys(

@@ -254,7 +254,7 @@ def test_quantized_in_parts_as_whole(name, layout, format, on_load, plain, ranks
     for actual, weights, parts in answers:
         close(actual, jobs.logits_of(model))
         for whole, part in zip(wholes, parts, strict=True):
-            assert not part.is_whole
+            assert not part.is_unsharded
             expected = copy.deepcopy(whole)
             cut_(expected, part)
             prefix = next(path for path, module in model.named_modules() if module is whole)

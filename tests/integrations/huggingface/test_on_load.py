@@ -16,12 +16,13 @@ from tiny_models import ARCHITECTURES, OTHERS, tiny_config, tiny_model, tokens
 
 transformers = pytest.importorskip("transformers")
 
-from thunder_moe import ThunderMoeConfig, dense_linears, dequantize_, quantize_  # noqa: E402
+from thunder_moe import ThunderMoeConfig, dequantize_, quantize_  # noqa: E402
 from thunder_moe.formats.nvfp4 import dequantize  # noqa: E402
 from thunder_moe.integrations.huggingface import on_load, sharding  # noqa: E402
 from thunder_moe.integrations.huggingface.experts import NVFP4Experts  # noqa: E402
 from thunder_moe.nn.linear import NVFP4Linear, NVFP4LinearPart  # noqa: E402
 from thunder_moe.nn.packed import PackedModule  # noqa: E402
+from thunder_moe.quantization import dense_linears  # noqa: E402
 from thunder_moe.quantization.plan import QuantizationPlan  # noqa: E402
 
 BF16 = torch.bfloat16
@@ -244,13 +245,13 @@ class Live:
 
     def __init__(self, monkeypatch):
         gc.collect()
-        self.peak, self.calls, before, own = 0, 0, live_bytes(), on_load.not_finite
+        self.peak, self.calls, before, own = 0, 0, live_bytes(), on_load.non_finite_problem
 
         def count(*args, **options):
             self.peak, self.calls = max(self.peak, live_bytes() - before), self.calls + 1
             return own(*args, **options)
 
-        monkeypatch.setattr(on_load, "not_finite", count)
+        monkeypatch.setattr(on_load, "non_finite_problem", count)
 
 
 @pytest.mark.parametrize("original", [True, False], ids=["per expert", "fused"])

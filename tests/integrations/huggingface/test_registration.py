@@ -132,6 +132,8 @@ def test_register_is_undone(mapping):
     assert mapping["compressed-tensors"] is own
     with pytest.raises(ValueError, match="packages: got 'vllm', wanted some of"):
         thunder_moe.register("vllm")
+    with pytest.raises(ValueError, match=r"packages: got \['torch'\], wanted some of"):
+        thunder_moe.register(["torch"])
 
 
 def test_other_formats_stay_with_transformers(mapping, monkeypatch):

@@ -15,7 +15,7 @@ transformers = pytest.importorskip("transformers")
 
 from thunder_moe import load_checkpoint, quantize_, save_checkpoint  # noqa: E402
 from thunder_moe.checkpoint import Checkpoint, ExpertsLayout, convert, write_checkpoint  # noqa: E402
-from thunder_moe.checkpoint.ignored import apart, ignored_modules  # noqa: E402
+from thunder_moe.checkpoint.ignored import ignored_modules, merge_conflicts  # noqa: E402
 from thunder_moe.formats.nvfp4 import quantize  # noqa: E402
 from thunder_moe.integrations.huggingface.checkpoint import model_config, model_tensors  # noqa: E402
 from thunder_moe.integrations.huggingface.experts import NVFP4Experts, expert_blocks  # noqa: E402
@@ -274,9 +274,9 @@ def test_ignore_lists():
 
 def test_linears_that_engines_merge():
     scales = {"a.q_proj": 1.0, "a.k_proj": 1.0, "a.v_proj": 1.0, "b.gate_proj": 1.0, "b.up_proj": 2.0, "w1": 1.0}
-    (words,) = apart(["c.k_proj"], scales)
+    (words,) = merge_conflicts(["c.k_proj"], scales)
     assert words == "b.gate_proj and b.up_proj have several global scales, of which engines take the largest"
-    first, _, last = apart(
+    first, _, last = merge_conflicts(
         ["a.k_proj", "w3"], {path: 1.0 for path in scales if path != "a.k_proj"} | {"b.up_proj": 2.0}
     )
     assert first == "a.q_proj and a.k_proj and a.v_proj are of 4 and of 16 bits, which engines refuse"

@@ -42,7 +42,7 @@ from thunder_moe.integrations.vllm.configs import (
     ThunderModelOptMxFp8Config,
     ThunderModelOptNvFp4Config,
 )
-from thunder_moe.integrations.vllm.experts import ThunderExperts, why_not
+from thunder_moe.integrations.vllm.experts import ThunderExperts, unsupported_reason
 
 E, T, A, H, I = 8, 5, 2, 64, 32  # noqa: E741
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 6e-3}
@@ -260,16 +260,16 @@ def test_claims_on_cuda(format, monkeypatch):
     monkeypatch.setattr(experts, "current_platform", platform)
     monkeypatch.setattr(experts, "runs_on_cuda", lambda device, name: asked.append(name) or "compiled" not in asked)
     config = moe_config(in_dtype=torch.bfloat16)
-    assert why_not(config, format=format) is None
+    assert unsupported_reason(config, format=format) is None
     capability[:] = 8, 0
-    assert why_not(config, format=format) is None
-    assert why_not(moe_config(in_dtype=torch.bfloat16, has_bias=True), format=format) is None
+    assert unsupported_reason(config, format=format) is None
+    assert unsupported_reason(moe_config(in_dtype=torch.bfloat16, has_bias=True), format=format) is None
     assert asked == [format.name] * 3
     asked.append("compiled")
-    assert "cannot be compiled" in why_not(config, format=format)
-    assert "torch.float32" in why_not(moe_config(), format=format)
+    assert "cannot be compiled" in unsupported_reason(config, format=format)
+    assert "torch.float32" in unsupported_reason(moe_config(), format=format)
     capability[:] = 10, 0
-    assert "device" in why_not(config, format=format)
+    assert "device" in unsupported_reason(config, format=format)
 
 
 class TestCompressedTensors:
@@ -562,15 +562,15 @@ def test_exchanges(backend):
     kind = methods._experts_class(config)
     if backend in OURS:
         assert kind is OURS[backend]
-        assert why_not(config, kind) is None
+        assert unsupported_reason(config, kind) is None
     else:
-        assert f"--all2all-backend {backend}" in why_not(config, kind)
+        assert f"--all2all-backend {backend}" in unsupported_reason(config, kind)
 
 
 def test_elastic_expert_parallelism_is_refused():
     with set_current_vllm_config(VllmConfig()) as _:
         get_current_vllm_config_or_none().parallel_config.enable_elastic_ep = True
-        assert "--enable-elastic-ep" in why_not(moe_config())
+        assert "--enable-elastic-ep" in unsupported_reason(moe_config())
 
 
 @pytest.mark.parametrize("rank", [0, 1])

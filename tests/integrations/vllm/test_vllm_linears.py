@@ -33,20 +33,20 @@ class TestOnCuda:
 
     @pytest.mark.parametrize("format", [NVFP4, MXFP8], ids=lambda format: format.name)
     def test_reasons(self, format, monkeypatch):
-        assert linears.why_not_dense(format) is None
+        assert linears.dense_unsupported_reason(format) is None
         config = VllmConfig(kernel_config=KernelConfig(linear_backend="marlin"))
         with set_current_vllm_config(config):
-            assert linears.why_not_dense(format) == "--linear-backend marlin was asked for"
+            assert linears.dense_unsupported_reason(format) == "--linear-backend marlin was asked for"
         config = VllmConfig()
         config.model_config = SimpleNamespace(dtype=torch.float32)
         with set_current_vllm_config(config):
-            assert "torch.float32" in linears.why_not_dense(format)
+            assert "torch.float32" in linears.dense_unsupported_reason(format)
         for capability in ([8, 0], [10, 0]):
             self.capability[:] = capability
-            assert "9.0 alone" in linears.why_not_dense(format)
+            assert "9.0 alone" in linears.dense_unsupported_reason(format)
         self.capability[:] = 9, 0
         monkeypatch.setattr(linears, "runs_on_cuda", lambda device, format: False)
-        assert "cannot be compiled" in linears.why_not_dense(format)
+        assert "cannot be compiled" in linears.dense_unsupported_reason(format)
 
     @pytest.mark.parametrize("mark", ["is_bmm", "_retain_weight_for_gather"])
     @pytest.mark.parametrize("algorithm", ["W4A16_NVFP4", "MXFP8"])
@@ -102,11 +102,11 @@ def test_key_of_compiled_graphs(monkeypatch):
     plugin.register()
     monkeypatch.setattr(graphs, "_choices", set())
     keys = [vllm.envs.compile_factors()[plugin.SWITCH]]
-    linears._is_ours(NVFP4)
+    linears._decide_and_log(NVFP4)
     keys.append(vllm.envs.compile_factors()[plugin.SWITCH])
     graphs._choices.clear()
-    monkeypatch.setattr(linears, "why_not_dense", lambda format: "of a test")
-    linears._is_ours(NVFP4)
+    monkeypatch.setattr(linears, "dense_unsupported_reason", lambda format: "of a test")
+    linears._decide_and_log(NVFP4)
     keys.append(vllm.envs.compile_factors()[plugin.SWITCH])
     monkeypatch.setattr(thunder_moe, "__version__", "9.9")
     keys.append(vllm.envs.compile_factors()[plugin.SWITCH])

@@ -17,7 +17,7 @@ from vllm.model_executor.layers.fused_moe.config import FusedMoEParallelConfig
 from vllm.model_executor.layers.fused_moe.experts.lora_context import MoELoRAContext
 
 from thunder_moe.integrations.vllm import lora, methods
-from thunder_moe.integrations.vllm.lora import ThunderLoRAExperts, why_no_adapters
+from thunder_moe.integrations.vllm.lora import ThunderLoRAExperts, adapters_unsupported_reason
 
 pytestmark = pytest.mark.usefixtures("groups")
 
@@ -248,8 +248,8 @@ def test_what_is_left_to_vllm(what, monkeypatch):
     parallel = FusedMoEParallelConfig.make_no_parallel()
     parallel.enable_eplb, parallel.dp_size = what == "EPLB", 2 if what == "data parallelism" else 1
     config = moe_config(parallel, is_lora_enabled=True)
-    assert why_no_adapters(moe_config(is_lora_enabled=True)) is None
-    assert f"LoRA with {what}" in why_no_adapters(config)
+    assert adapters_unsupported_reason(moe_config(is_lora_enabled=True)) is None
+    assert f"LoRA with {what}" in adapters_unsupported_reason(config)
     said = []
     monkeypatch.setattr(methods.logger, "warning_once", lambda *args: said.append(args[0] % args[1:]))
     with pytest.raises((NotImplementedError, ValueError)):

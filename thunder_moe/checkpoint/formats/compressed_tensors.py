@@ -1,5 +1,5 @@
-"""compressed-tensors' nvfp4-pack-quantized: codes in weight_packed, and a global scale that encodes (it divides); and
-what its configs say of mxfp8-quantized, whose tensors `mxfp8` reads.
+"""Reads compressed-tensors' nvfp4-pack-quantized: codes in weight_packed, and a global scale that encodes (it divides).
+It also checks configs of mxfp8-quantized, whose tensors `mxfp8` reads.
 Called by registry and integrations.huggingface; calls interface.
 """
 
@@ -67,6 +67,6 @@ COMPRESSED_TENSORS = CompressedTensors()
 
 
 def _formats(quantization: dict[str, Any]) -> dict[str, Any]:
-    """Name of each group of a config -> its format."""
+    """Return the format of each group of a config by its name."""
     groups = subdict(quantization, "config_groups")
     return {name: subdict(groups, name).get("format") or quantization.get("format") for name in groups}

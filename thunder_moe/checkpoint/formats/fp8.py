@@ -1,4 +1,4 @@
-"""FP8 weights: how a checkpoint scales them, by its config, and their decoding to float32; what conversions read.
+"""Decodes FP8 weights to float32 for conversions, with the scales that a checkpoint's config describes.
 Called by registry, compressed_tensors, float_weights and reader; calls modules and files.
 
 Legend: E experts, N and K dimensions of a weight as the file has it.
@@ -17,7 +17,7 @@ from thunder_moe.checkpoint.modules import FP8_SCALE_FIELDS, Module
 
 __all__ = ["COMPRESSED_TENSORS_FORMATS", "FP8", "find_fp8"]
 
-# compressed-tensors' words for FP8 weights with a scale each.
+# compressed-tensors' names of formats with FP8 weights.
 COMPRESSED_TENSORS_FORMATS = ("float-quantized", "naive-quantized")
 
 
@@ -26,18 +26,18 @@ class FP8:
     """The scaling of a checkpoint's FP8 weights.
 
     Attributes:
-        scalings: what a scale belongs to: "tensor", "channel" (a row), or a block of (rows, columns).
-        alone: no weight of the checkpoint is 4-bit, by its config.
+        scalings: the allowed units of a scale: "tensor", "channel" (a row), or a block of (rows, columns).
+        alone: True if no weight of the checkpoint is 4-bit, by its config.
     """
 
     scalings: frozenset[str | tuple[int, int]]
     alone: bool
 
     def infos(self, module: Module) -> tuple[TensorInfo, TensorInfo]:
-        """The weight and its scale: there, and of dtypes and shapes that fit each other.
+        """Return the weight and its scale, after a check of their dtypes and shapes.
 
         Raises:
-            ValueError: names file and tensor.
+            ValueError: a tensor is missing or does not fit the other; names file and tensor.
         """
         field = next((field for field in FP8_SCALE_FIELDS if field in module.fields), "weight_scale")
         weight, scale = module.require("weight", field)
@@ -50,7 +50,7 @@ class FP8:
         return weight, scale
 
     def read(self, files: TensorFiles, module: Module, device: torch.device | str) -> torch.Tensor:
-        """The decoded weight, float32, in the shape that the file has.
+        """Return the decoded weight, float32, in the shape that the file has.
 
         Raises:
             ValueError: as `infos`, or a value that is NaN, or a scale that is not finite and positive.
@@ -62,7 +62,7 @@ class FP8:
         if not bool((torch.isfinite(scale) & (scale > 0)).all()):
             raise scale_info.error("is not finite and positive everywhere, wanted scales")
         values, scale = weight.to(device).float(), scale.to(device)
-        if scale.ndim != values.ndim:  # one of the whole tensor, or of each expert
+        if scale.ndim != values.ndim:  # a scale for the whole tensor, or for each expert
             scale = scale.reshape(-1, *(1,) * (values.ndim - 1))
         for dim, size in zip((-2, -1), self._grids(weight_info)[scale_info.shape], strict=True):
             if scale.shape[dim] > 1:
@@ -70,7 +70,7 @@ class FP8:
         return values.mul_(scale)
 
     def _grids(self, weight: TensorInfo) -> dict[tuple[int, ...], tuple[int, int]]:
-        """Shapes of a scale that fit a weight -> how many rows and columns each number of it scales."""
+        """Return the shapes of a scale that fit a weight, with the rows and columns that each number scales."""
         if len(weight.shape) not in (2, 3):
             raise weight.error(f"has shape {weight.shape}, wanted 2 dimensions, or 3 for all experts")
         *experts, n, k = weight.shape
@@ -88,7 +88,7 @@ class FP8:
 
 
 def find_fp8(quantization: dict[str, Any]) -> FP8 | None:
-    """Return how the FP8 weights of a checkpoint are scaled; None if its config has no FP8.
+    """Return the scaling of a checkpoint's FP8 weights; None if its config does not have FP8.
 
     Knows DeepSeek's "fp8" (a scale per block of 128 x 128, or per tensor), compressed-tensors' FP8 (a scale per tensor,
     row or block), and ModelOpt's (a scale per tensor).

@@ -1,4 +1,4 @@
-"""The interface of a format of quantized checkpoints, `CheckpointFormat`; `NVFP4Format` is the part that NVFP4's share.
+"""`CheckpointFormat`, the interface of a format of quantized checkpoints; `NVFP4Format`, the base of NVFP4 formats.
 Called by modelopt, compressed_tensors and mxfp4, which are formats, and by registry; calls modules, files and formats.
 
 Legend: E experts, N output features, K input features.
@@ -13,7 +13,7 @@ import torch
 
 from thunder_moe.checkpoint.files import TensorFiles, TensorInfo
 from thunder_moe.checkpoint.modules import Module
-from thunder_moe.checkpoint.part import CutFiles
+from thunder_moe.checkpoint.part import SlicedFiles
 from thunder_moe.formats.block_format import NVFP4, BlockFormat
 from thunder_moe.formats.layouts import BLOCK_SIZE
 from thunder_moe.formats.registry import dequantize
@@ -55,63 +55,64 @@ class CheckpointFormat(ABC):
 
     @abstractmethod
     def infos(self, module: Module, rank: int) -> list[TensorInfo]:
-        """The tensors of a weight, the codes first: there, and of dtypes and shapes that fit each other.
+        """Return the tensors of a weight, the codes first, after a check of their dtypes and shapes.
 
         Args:
             module: of this format.
-            rank: 2 for the weight of one module, 3 for that of all experts.
+            rank: 2 for the weight of one module, 3 for the weight of all experts.
 
         Raises:
-            ValueError: names file and tensor.
+            ValueError: a tensor is missing or does not fit the others; names file and tensor.
         """
 
     @abstractmethod
     def sizes(self, infos: list[TensorInfo], rank: int) -> tuple[int, int, bool]:
-        """(N, K, whether K comes ahead of N) of the weight of `infos`."""
+        """Return (N, K, True if K comes ahead of N) of the weight of `infos`."""
 
-    def cut(
+    def slice_files(
         self,
         files: TensorFiles,
         infos: list[TensorInfo],
         experts: slice | None,
         rows: list[slice],
         columns: slice,
-    ) -> CutFiles:
-        """The files with the codes and block scales of a weight cut.
+    ) -> SlicedFiles:
+        """Return files that read only slices of a weight's codes and block scales.
 
         Args:
             files: the files.
             infos: of the weight.
-            experts: of the weight of all experts; None for that of one module.
-            rows: stacked, of its output features.
-            columns: of its input features; whole blocks.
+            experts: the slice of the experts, for a weight of all experts; None for the weight of one module.
+            rows: slices of its output features, to concatenate.
+            columns: slice of its input features; whole blocks.
         """
         ahead = () if experts is None else (experts,)
         _, k, k_first = self.sizes(infos, 2 + len(ahead))
-        cuts = {}
+        slices = {}
         for info in infos[:2]:
             each = k // info.shape[len(ahead) + (not k_first)]  # input features of one number
             own = slice(columns.start // each, columns.stop // each)
             pairs = [(own, part) if k_first else (part, own) for part in rows]
-            cuts[info.name] = [(*ahead, *pair) for pair in pairs], len(ahead) + k_first
-        return CutFiles(files, cuts)
+            slices[info.name] = [(*ahead, *pair) for pair in pairs], len(ahead) + k_first
+        return SlicedFiles(files, slices)
 
     @abstractmethod
     def read(
-        self, files: TensorFiles | CutFiles, infos: list[TensorInfo]
+        self, files: TensorFiles | SlicedFiles, infos: list[TensorInfo]
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        """(codes, bits of the block scales, float32 decode scale), views of the file where that is possible.
+        """Return (codes, bits of the block scales, float32 decode scale), as views of the file where possible.
 
-        The codes are uint8 (N, K // 2), or of all experts (E, N, K // 2) or (E, K // 2, N); the scales are an eighth
-        along K. The decode scale is (), or of all experts (), (E,) or (E, N), or any shape of as many numbers. In MXFP8
-        the codes are uint8 (N, K), or (E, N, K) or (E, K, N), the scales a 32nd along K, and the decode scale is None.
+        The codes are uint8 (N, K // 2), or for all experts (E, N, K // 2) or (E, K // 2, N); the scales have an eighth
+        of that along K. The decode scale is (), or for all experts (), (E,) or (E, N), or any shape of as many numbers.
+        In MXFP8 the codes are uint8 (N, K), or (E, N, K) or (E, K, N), the scales have a 32nd of that along K, and the
+        decode scale is None.
 
         Raises:
             ValueError: a value that the format does not allow; names file and tensor.
         """
 
     def weight(self, codes: torch.Tensor, bits: torch.Tensor, global_scale: torch.Tensor | None) -> PackedWeight:
-        """The weight (E, N, K) of bytes (E, N, ...) in layout "linear"."""
+        """Return the weight (E, N, K) with these bytes (E, N, ...) of layout "linear"."""
         form = self.number_format
         others = () if global_scale is None else (global_scale,)
         weight: PackedWeight = WEIGHTS[form.name](codes.view(form.code_dtypes[0]), bits.view(form.scale_dtype), *others)
@@ -120,7 +121,7 @@ class CheckpointFormat(ABC):
     def read_dense_weight(
         self, files: TensorFiles, module: Module, part: tuple[int, int, int] | None = None
     ) -> PackedWeight:
-        """The weight (1, N, K) of a 4-bit module that is not an expert, views of the file where that is possible.
+        """Return the weight (1, N, K) of a packed module that is not an expert, as views of the file where possible.
 
         Args:
             files: the files.
@@ -135,7 +136,7 @@ class CheckpointFormat(ABC):
                 raise infos[0].error(f"is shared by {count} processes, wanted shares of blocks of {self.block}")
             own, all_rows, all_columns = slice(index * size, (index + 1) * size), slice(0, n), slice(0, k)
             rows, columns = (own, all_columns) if dim == 1 else (all_rows, own)
-            qdata, bits, global_scale = self.read(self.cut(files, infos, None, [rows], columns), infos)
+            qdata, bits, global_scale = self.read(self.slice_files(files, infos, None, [rows], columns), infos)
         else:
             qdata, bits, global_scale = self.read(files, infos)
         return self.weight(qdata[None], bits[None], None if global_scale is None else global_scale.reshape(1))
@@ -143,7 +144,7 @@ class CheckpointFormat(ABC):
     def read_dense(
         self, files: TensorFiles, module: Module, dtype: torch.dtype, device: torch.device | str
     ) -> torch.Tensor:
-        """The dequantized weight (N, K) of a module that is not an expert."""
+        """Return the dequantized weight (N, K) of a module that is not an expert."""
         return dequantize(self.read_dense_weight(files, module).to(device), dtype)[0]
 
 
@@ -176,7 +177,7 @@ class NVFP4Format(CheckpointFormat):
         return (codes[2], 2 * codes[1], True) if k_first else (codes[-2], 2 * codes[-1], False)
 
     def read(
-        self, files: TensorFiles | CutFiles, infos: list[TensorInfo]
+        self, files: TensorFiles | SlicedFiles, infos: list[TensorInfo]
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         weight, scale, global_scale = (files.read(info.name) for info in infos)
         bits = scale.view(torch.uint8)
@@ -188,13 +189,14 @@ class NVFP4Format(CheckpointFormat):
         return weight, bits, decode_scale
 
     def decode_scale(self, global_scale: torch.Tensor) -> torch.Tensor:
-        """The multiplier that decodes, from what the file has."""
+        """Return the decode scale, a multiplier, from the global scale in the file."""
         return global_scale
 
 
 def has_e4m3_nan(codes: torch.Tensor) -> bool:
-    """True if uint8 codes of E4M3 have NaN, 0x7F or 0xFF: the largest of signed and of unsigned bytes, found 50 times
-    faster than by a mask (12 GB/s)."""
+    """True if uint8 codes of E4M3 have NaN: 0x7F or 0xFF.
+
+    These are the largest signed and unsigned byte; the maximum is found 50 times faster than a mask (12 GB/s)."""
     return codes.numel() > 0 and (int(codes.view(torch.int8).max()) == _E4M3_NAN or int(codes.max()) == 0xFF)
 
 
@@ -209,13 +211,13 @@ def has_invalid_global_scales(scale: torch.Tensor) -> bool:
 
 
 def check_group_size(size: Any, wanted: int = BLOCK_SIZE) -> None:
-    """Raises unless a config's block size, a number or its digits, is that of NVFP4 (or another), or not said."""
+    """Raises a ValueError if a config gives a block size, as a number or its digits, other than the wanted one."""
     if size is not None and str(size) != str(wanted):
         raise ValueError(f"group_size: got {size!r}, wanted {wanted}")
 
 
 def subdict(config: dict[str, Any], key: str) -> dict[str, Any]:
-    """The dictionary in a config, empty when there is none.
+    """Return a dictionary in a config; empty if the key is missing or None.
 
     Raises:
         ValueError: it is something else.

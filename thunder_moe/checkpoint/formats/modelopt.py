@@ -66,7 +66,7 @@ class ModelOpt(NVFP4Format):
                 check_group_size(weights.get("group_size"))
 
     def has_mxfp8(self, quantization: dict[str, Any]) -> bool:
-        """True if a quantization_config names MXFP8, for all weights or those of a layer."""
+        """True if a quantization_config names MXFP8, for all weights or for a layer."""
         layers = subdict(quantization, "quantized_layers")
         algos = [subdict(layers, layer).get("quant_algo") for layer in layers]
         mixed = _is_algo(quantization.get("quant_algo"), MIXED)
@@ -75,23 +75,23 @@ class ModelOpt(NVFP4Format):
     def encode(
         self, path: str, weights: ExpertWeights, layout: ExpertsLayout, *, warns: bool = True
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        """The tensors of a block of experts as ModelOpt names them; reading them back gives the same bits.
+        """Yield the tensors of a block of experts by ModelOpt's names; reading restores the same bits.
 
-        The fused form of ModelOpt has one global scale for all experts. Weights with several are written per expert;
-        with biases or alternating rows, where nobody reads that, fused with all their global scales, which only this
-        package reads. A warning says where gate and up have different ones: engines take the
-        gate's for both. MXFP8 weights are written per expert, or fused where the rows alternate (only this package
-        reads that, too).
+        The fused form of ModelOpt has one global scale for all experts. Weights with several are written per expert.
+        With biases or alternating rows nobody reads that, so that they are written fused with all their global scales,
+        which only this package reads. A warning names blocks whose gate and up have different global scales, because
+        engines take the gate's for both. MXFP8 weights are written per expert; with alternating rows they are written
+        fused, which only this package reads.
 
         Args:
             path: of the block, "model.layers.0.mlp.experts".
-            weights: what to write, in any layout of formats.layouts.
-            layout: the architecture's.
-            warns: False for tensors that are not to be written.
+            weights: of the experts, in any layout of formats.layouts.
+            layout: of experts in checkpoints of the architecture.
+            warns: False if the tensors will not be written.
 
         Raises:
-            ValueError: the rows of one projection of one expert have several global scales; or the two weights are of
-                two number formats.
+            ValueError: the rows of one projection of one expert have several global scales, or the two weights have
+                different number formats.
         """
         if weights.gate_up.format is not weights.down.format:
             names = (weights.gate_up.format.name, weights.down.format.name)
@@ -112,7 +112,7 @@ class ModelOpt(NVFP4Format):
             yield from _encode_fused(path, weights, layout, scales, warns)
 
     def encode_dense(self, path: str, weight: PackedWeight) -> Iterator[tuple[str, torch.Tensor]]:
-        """The tensors of a dense layer's weight (1, N, K) as ModelOpt names them; read again they have the same bits.
+        """Yield the tensors of a dense layer's weight (1, N, K) by ModelOpt's names; reading restores the same bits.
 
         Raises:
             ValueError: its rows have several global scales.
@@ -123,7 +123,7 @@ class ModelOpt(NVFP4Format):
             yield f"{path}.weight_scale", weight.scale.view(torch.uint8)[0]
             return
         global_scale = weight.row_global_scale()[0]
-        bits = global_scale.view(torch.int32)  # of which NaN, too, equals itself
+        bits = global_scale.view(torch.int32)  # integers, so that NaN equals itself
         if not bool((bits == bits[0]).all()):
             raise ValueError(f"weights: {path} has a global scale per row, which a ModelOpt checkpoint cannot hold")
         yield f"{path}.weight", weight.qdata[0]
@@ -131,10 +131,10 @@ class ModelOpt(NVFP4Format):
         yield f"{path}.weight_scale_2", global_scale[0]
 
     def check_values(self, name: str, tensor: torch.Tensor) -> None:
-        """Checks that a tensor of `encode` or `encode_dense` has values that readers take.
+        """Checks that readers accept the values of a tensor of `encode` or `encode_dense`.
 
         Raises:
-            ValueError: it has NaN, or is a scale that is negative or too large, or one of a whole tensor that is not
+            ValueError: the tensor has NaN, or is a negative or too large block scale, or a global scale that is not
                 positive.
         """
         if name.endswith("weight_scale_2"):
@@ -161,11 +161,11 @@ class ModelOpt(NVFP4Format):
     def configs(
         self, ignore: list[str], producer: dict[str, str], formats: Mapping[str, BlockFormat]
     ) -> tuple[dict[str, Any], dict[str, Any]]:
-        """(quantization_config of config.json, hf_quant_config.json).
+        """Return (quantization_config of config.json, hf_quant_config.json).
 
         Args:
             ignore: the modules with a 16-bit weight.
-            producer: name and version of what writes.
+            producer: name and version of the writing package.
             formats: path of each block of experts and each dense layer that is quantized -> its number format.
         """
         kinds = [form for form in (NVFP4, MXFP8) if form in formats.values()] or [NVFP4]
@@ -248,7 +248,7 @@ def _encode_fused(
 
 
 def _shared_scale(weight: PackedWeight) -> torch.Tensor | None:
-    """The global scale in as few numbers as hold it: (), or as the weight has it; None where its format has none."""
+    """Return the global scale as () if all its numbers are equal, else in full; None if the format has none."""
     scale = weight.global_scale
     if scale is None:
         return None
@@ -256,7 +256,7 @@ def _shared_scale(weight: PackedWeight) -> torch.Tensor | None:
 
 
 def _algo(form: BlockFormat) -> str:
-    """The word for weights in a number format, with 16-bit activations where there is one."""
+    """Return ModelOpt's quant_algo for weights in a number format, with 16-bit activations if there is one."""
     return MXFP8_ALGO if form is MXFP8 else QUANT_ALGO
 
 
@@ -265,5 +265,5 @@ def _block_size(algo: Any) -> int:
 
 
 def _is_algo(word: Any, *algos: str) -> bool:
-    """True if a config's word is one of these; in lower case, too, as some writers have it."""
+    """True if a quant_algo of a config is one of these, in upper or lower case."""
     return isinstance(word, str) and word.upper() in algos

@@ -11,7 +11,7 @@ import torch
 from thunder_moe.checkpoint.files import TensorFiles, TensorInfo
 from thunder_moe.checkpoint.formats.interface import CheckpointFormat
 from thunder_moe.checkpoint.modules import Module
-from thunder_moe.checkpoint.part import CutFiles
+from thunder_moe.checkpoint.part import SlicedFiles
 from thunder_moe.formats.mxfp4 import mxfp4_to_nvfp4
 
 __all__ = ["MXFP4"]
@@ -25,7 +25,7 @@ class MXFP4(CheckpointFormat):
     block = 32
 
     def check(self, quantization: dict[str, Any]) -> None:
-        """Accepts every config: it has no options."""
+        """Accepts every config, because MXFP4's has no options."""
 
     def infos(self, module: Module, rank: int) -> list[TensorInfo]:
         blocks, scales = infos = module.require("blocks", "scales")
@@ -38,7 +38,7 @@ class MXFP4(CheckpointFormat):
         return n, self.block * blocks, False
 
     def read(
-        self, files: TensorFiles | CutFiles, infos: list[TensorInfo]
+        self, files: TensorFiles | SlicedFiles, infos: list[TensorInfo]
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         blocks, scales = (files.read(info.name) for info in infos)
         try:

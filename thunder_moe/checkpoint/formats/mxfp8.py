@@ -1,5 +1,5 @@
-"""MXFP8 weights of ModelOpt, compressed-tensors, MiniMax and transformers: E4M3 codes, an E8M0 scale for each 32 of
-them along K; and the configs of the last two. Called by registry; calls interface.
+"""Reads MXFP8 weights of ModelOpt, compressed-tensors, MiniMax and transformers: E4M3 codes with an E8M0 scale for each
+32 along K. It also checks the configs of the last two. Called by registry; calls interface.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ import torch
 from thunder_moe.checkpoint.files import TensorFiles, TensorInfo
 from thunder_moe.checkpoint.formats.interface import CheckpointFormat, has_e4m3_nan
 from thunder_moe.checkpoint.modules import Module
-from thunder_moe.checkpoint.part import CutFiles
+from thunder_moe.checkpoint.part import SlicedFiles
 from thunder_moe.formats.block_format import MXFP8
 from thunder_moe.formats.mxfp8 import E8M0_NAN, MAX_SCALE
 
 __all__ = ["MXFP8_MODULES"]
 
-# What a config of MXFP8 alone may say, of what would change the weights.
+# Key of a config of MXFP8 alone that affects the weights -> its allowed values.
 _CONFIG: dict[str, list[Any]] = {
     "weight_block_size": [[1, MXFP8.block_size]],
     "scale_fmt": ["ue8m0"],
@@ -30,10 +30,10 @@ _CONFIG: dict[str, list[Any]] = {
 class _MXFP8Modules(CheckpointFormat):
     """A weight float8_e4m3fn (N, K) and its weight_scale (N, K // 32), uint8 or float8_e8m0fnu, per module.
 
-    MiniMax and transformers call the scales weight_scale_inv; they multiply all the same.
+    MiniMax and transformers call the scales weight_scale_inv; they multiply, too.
 
-    Of all experts of a layer (E, N, K) and (E, N, K // 32), or both with K ahead of N, which this package writes of
-    architectures whose checkpoints have no other form (GPT-OSS).
+    The tensors of all experts of a layer are (E, N, K) and (E, N, K // 32), or both with K ahead of N. This package
+    writes the latter for architectures whose checkpoints have only fused experts (GPT-OSS).
     """
 
     method = "mxfp8"
@@ -48,14 +48,15 @@ class _MXFP8Modules(CheckpointFormat):
                 raise ValueError(f"{key}: got {value!r} in a config of MXFP8, wanted {wanted[0]!r}")
 
     def is_named(self, quantization: dict[str, Any]) -> bool:
-        """True if a quantization_config is of MXFP8 alone: "mxfp8" (MiniMax), or "fp8" with MXFP8's blocks and scales,
-        as transformers has it."""
+        """True if a quantization_config is of MXFP8 alone.
+
+        MiniMax says "mxfp8", transformers "fp8" with MXFP8's blocks and scales."""
         if quantization.get("quant_method") == self.method:
             return True
         return self.is_allowed(quantization) and quantization.get("scale_fmt") == "ue8m0"
 
     def is_allowed(self, quantization: dict[str, Any]) -> bool:
-        """True if a quantization_config is of "fp8" in MXFP8's blocks, whose scales tell which it is by their dtype."""
+        """True if a quantization_config says "fp8" with blocks of MXFP8; the dtype of the scales then tells which."""
         block = quantization.get("weight_block_size")
         return quantization.get("quant_method") == "fp8" and block == [1, self.block]
 
@@ -78,7 +79,9 @@ class _MXFP8Modules(CheckpointFormat):
         k_first = rank == 3 and codes[1] == self.block * scales[1]
         return (codes[2], codes[1], True) if k_first else (codes[-2], codes[-1], False)
 
-    def read(self, files: TensorFiles | CutFiles, infos: list[TensorInfo]) -> tuple[torch.Tensor, torch.Tensor, None]:
+    def read(
+        self, files: TensorFiles | SlicedFiles, infos: list[TensorInfo]
+    ) -> tuple[torch.Tensor, torch.Tensor, None]:
         codes, bits = (files.read(info.name).view(torch.uint8) for info in infos)
         # The CUDA kernels would decode a NaN as 480.
         if has_e4m3_nan(codes):

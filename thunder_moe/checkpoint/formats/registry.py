@@ -1,4 +1,4 @@
-"""The formats of quantized checkpoints that are read: which one a config names, and which one a module is of.
+"""The registry of formats of quantized checkpoints; finds the format that a config names, and the format of a module.
 Called by reader, decode and integrations.huggingface; calls the formats.
 """
 
@@ -21,7 +21,7 @@ FORMATS: dict[str, CheckpointFormat] = {form.method: form for form in _FORMATS}
 
 
 def format_of(module: Module) -> CheckpointFormat:
-    """The format of a quantized module, by its fields; by default ModelOpt's, whose errors name what is missing."""
+    """Return the format of a quantized module by its fields; by default ModelOpt's, which names missing fields."""
     if module.is_mxfp8:
         return MXFP8_MODULES
     others = (form for form in FORMATS.values() if form not in (MODELOPT, MXFP8_MODULES))
@@ -29,7 +29,7 @@ def format_of(module: Module) -> CheckpointFormat:
 
 
 def find_quantization(config: dict[str, Any], hf_quant_config: dict[str, Any] | None) -> dict[str, Any] | None:
-    """The quantization_config of a checkpoint, None when it has none.
+    """Return the quantization_config of a checkpoint, None when it has none.
 
     Args:
         config: config.json.
@@ -43,7 +43,7 @@ def find_quantization(config: dict[str, Any], hf_quant_config: dict[str, Any] | 
 
 
 def check_quantization(quantization: dict[str, Any]) -> str:
-    """The method that made a checkpoint's packed weights, a key of `FORMATS`.
+    """Return the method that made a checkpoint's packed weights, a key of `FORMATS`.
 
     Args:
         quantization: its quantization_config.

@@ -63,8 +63,9 @@ def compile_graph(
     with choosing_format(option, format):
         rewritten, decisions, attended = rewrite(new, example_inputs, attention)
     decisions = [(gemm, to, reason if to == "16-bit" else reason + note) for gemm, to, reason in decisions]
-    graph = record(owner, decisions, traced_frame(gm.graph), attended)
     compiled = compile_(new, rewritten.inputs(example_inputs, examples=True))
+    # Reports show no graph that could not be compiled.
+    graph = record(owner, decisions, traced_frame(gm.graph), attended)
     if not decisions and not attended:
         return compiled
     if not rewritten.packs:

@@ -129,6 +129,7 @@ def _step(
 ) -> Step:
     calls = node.op.startswith("call_")
     reads = storages_of([value_of(source) for source in node.all_input_nodes]) if calls else _NOTHING
+    given = node.args, node.kwargs  # now: the node may be erased when somebody asks
 
     def find() -> Collection[int]:
         if nested is not None:
@@ -140,7 +141,7 @@ def _step(
             }
             # If the subgraph writes an input that is not an argument of this call, it may alias any argument.
             return changed if changed <= reads else reads
-        written = _written(node, value_of)
+        written = _written(node, fx.map_arg(given, value_of))
         return reads if written is None else written
 
     name = _name(node)
@@ -154,10 +155,9 @@ def _name(node: fx.Node) -> str:
     return node.target if isinstance(node.target, str) else getattr(node.target, "__name__", str(node.target))
 
 
-def _written(node: fx.Node, value_of: Callable[[fx.Node], Any]) -> Collection[int] | None:
-    """Return the storages that a node writes; None if they are unknown."""
+def _written(node: fx.Node, values: Any) -> Collection[int] | None:
+    """Return the storages that a node writes, given its args and kwargs by value; None if they are unknown."""
     target: Any = node.target
-    values = fx.map_arg((node.args, node.kwargs), value_of)
     args, kwargs = values
     if node.op == "call_method":
         in_place = target in _IN_PLACE_METHODS or (target.endswith("_") and not target.endswith("__"))

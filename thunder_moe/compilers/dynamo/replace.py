@@ -259,6 +259,14 @@ def _is_seen_elsewhere(scope: Scope, node: fx.Node) -> bool:
         if other.op in ("placeholder", "get_attr"):
             seen.append(other)
         elif scope.positions.get(other, position + 1) > position:
-            # A node of ours has the example value of the one that it replaced, and shares no memory.
-            seen += [source for source in other.all_input_nodes if source in scope.positions]
+            seen += [source for source in other.all_input_nodes if not _views_new_node(scope, source)]
     return not changed.isdisjoint(storages_of([scope.value_of(each) for each in seen]))
+
+
+def _views_new_node(scope: Scope, node: fx.Node) -> bool:
+    """True if a node is one of ours or a view of one: it has the example value of the memory that ours replaced."""
+    if node not in scope.positions:
+        return True
+    storages = storages_of(scope.value_of(node))
+    sources = (source for source in node.all_input_nodes if storages & storages_of(scope.value_of(source)))
+    return any(_views_new_node(scope, source) for source in sources)

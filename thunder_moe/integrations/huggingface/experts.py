@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from thunder_moe.checkpoint.part import WHOLE, ExpertsPart
+from thunder_moe.checkpoint.part import UNSHARDED, ExpertsPart
 from thunder_moe.formats.block_format import NVFP4
 from thunder_moe.formats.gate_up import deinterleave, interleave
 from thunder_moe.formats.weight import PackedWeight
@@ -37,7 +37,7 @@ from thunder_moe.nn.autocast import autocast_rows
 from thunder_moe.nn.lora import LoRALinear, NVFP4LoRAGroupedLinear
 from thunder_moe.nn.quantized import calls_only_its_class
 from thunder_moe.ops.operator import operator_for
-from thunder_moe.quantization.accelerate_hooks import HOOK_ATTRIBUTES, hook_alike
+from thunder_moe.quantization.accelerate_hooks import HOOK_ATTRIBUTES, copy_hook
 from thunder_moe.quantization.families import weight_key
 from thunder_moe.quantization.replaceable import has_own_forward
 
@@ -75,7 +75,7 @@ class NVFP4Experts(nn.Module):
     gate_up_bias: nn.Parameter | None
     down_bias: nn.Parameter | None
     row_orders: RowOrders | None = None  # of the layer's router, where that leaves the order of rows for these experts
-    part: ExpertsPart = WHOLE
+    part: ExpertsPart = UNSHARDED
     part_mesh: Any = None
 
     def __init__(
@@ -143,7 +143,7 @@ class NVFP4Experts(nn.Module):
                 new.register_parameter(name, bias)
             else:
                 new.register_parameter(name, nn.Parameter(bias.detach(), requires_grad=own.requires_grad))
-        hook_alike(new, hf_experts_module)
+        copy_hook(new, hf_experts_module)
         return new
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
@@ -209,7 +209,7 @@ class NVFP4Experts(nn.Module):
                     memo[id(bias)] = nn.Parameter(interleave(bias.detach()), requires_grad=bias.requires_grad)
                 bias = memo[id(bias)]
             experts.register_parameter(name, bias)
-        hook_alike(experts, self)
+        copy_hook(experts, self)
         return experts.train(self.training)
 
     def note_part(self, part: ExpertsPart, mesh: Any = None) -> None:

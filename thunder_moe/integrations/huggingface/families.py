@@ -30,12 +30,12 @@ class TransformersExperts(ExpertFamily):
     def match_quantized(self, module: nn.Module) -> bool:
         return isinstance(module, NVFP4Experts)
 
-    def obstacle(self, module: nn.Module) -> str | None:
+    def blocker(self, module: nn.Module) -> str | None:
         return not_plain_experts(module) or _of_no_part(module)
 
-    def agree(self, module: nn.Module, problem: str | None) -> str | None:
+    def problem_on_any_rank(self, module: nn.Module, problem: str | None) -> str | None:
         sharding = sharding_of(module)
-        return problem if sharding is None else sharding.agree(problem)
+        return problem if sharding is None else sharding.problem_on_any_rank(problem)
 
     def weights(self, module: nn.Module) -> list[tuple[nn.Parameter, Tensor]]:
         return expert_weights(module)
@@ -71,7 +71,7 @@ class Llama4Experts(TransformersExperts):
     def match_quantized(self, module: nn.Module) -> bool:
         return isinstance(module, NVFP4Experts) and _is_llama4(module.experts_class)
 
-    def check_place(self, parent: nn.Module, module: nn.Module) -> None:
+    def check_parent(self, parent: nn.Module, module: nn.Module) -> None:
         from thunder_moe.integrations.huggingface.llama4 import check_layer
 
         check_layer(parent)

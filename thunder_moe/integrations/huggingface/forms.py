@@ -26,7 +26,7 @@ from thunder_moe.integrations.huggingface.known_code import (
 )
 from thunder_moe.integrations.huggingface.sharded_forward import sharding_of
 from thunder_moe.nn import NVFP4GroupedLinear
-from thunder_moe.quantization.replaceable import has_own_forward, impure, not_plain
+from thunder_moe.quantization.replaceable import customization, has_own_forward, instance_customization
 
 __all__ = [
     "GATES",
@@ -67,7 +67,8 @@ class GateKind:
         alpha: the value, or the attribute that has it; None for the one of ``act_fn``, if this is an activation that
             `alpha_of` knows.
         limit: the attribute that has it; None without a limit.
-        clamps_output: the limit clamps the activated gate; a `SwiGLUConfig` has no such limit unless it is infinite.
+        clamps_output: the limit is one of the activated gate, so that the gate is a `SwiGLUConfig` only if it is
+            infinite.
         up_shift: as in `SwiGLUConfig`.
         interleaved: gate and up are the even and odd features, not the halves.
     """
@@ -79,7 +80,7 @@ class GateKind:
     interleaved: bool = False
 
     def form(self, module: Any) -> SwiGLUConfig | None:
-        """Return the `SwiGLUConfig` of an experts module; None if its attributes describe something else."""
+        """Return the `SwiGLUConfig` of an experts module; None if by its attributes it computes something else."""
         alpha: Any = getattr(module, self.alpha, None) if isinstance(self.alpha, str) else self.alpha
         alpha = alpha_of(getattr(module, "act_fn", None)) if self.alpha is None else alpha
         limit: Any = _NO_LIMIT if self.limit is None else getattr(module, self.limit, None)
@@ -147,7 +148,7 @@ def not_plain_experts(module: nn.Module) -> str | None:
     Its forward has to be that of the interface, or of the known class: what a subclass or an instance computes itself
     is not known, nor do hooks survive, except accelerate's.
     """
-    reason = impure(module)
+    reason = instance_customization(module)
     if reason is not None:
         return reason
     sharded = sharding_of(module) is not None
@@ -156,7 +157,7 @@ def not_plain_experts(module: nn.Module) -> str | None:
     if not sharded and not has_own_forward(module):
         return "something (expert parallelism?) has wrapped its forward"
     for name, child in module.named_modules():
-        reason = impure(child) if child is not module else None
+        reason = instance_customization(child) if child is not module else None
         if reason is not None:
             return f"{name}: {reason}"
     if not has_experts(module):
@@ -191,7 +192,7 @@ def _not_plain_nvfp4(module: nn.Module) -> str | None:
         child = module._modules[name]
         if not isinstance(child, NVFP4GroupedLinear):
             return f"its {name} is a {type(child).__name__}, not a NVFP4GroupedLinear"
-        reason = not_plain(child)
+        reason = customization(child)
         if reason is not None:
             return f"{name}: {reason}"
     return None
@@ -274,5 +275,9 @@ def alpha_of(activation: Any) -> float | None:
     """Return a of an activation that is ``x * sigmoid(a * x)``, as SiLU (1.0) is; None for any other."""
     if activation is F.silu:
         return 1.0
-    plain = isinstance(activation, nn.Module) and impure(activation) is None and runs_class_forward(activation)
+    plain = (
+        isinstance(activation, nn.Module)
+        and instance_customization(activation) is None
+        and runs_class_forward(activation)
+    )
     return _ALPHAS.get(key(type(activation))) if plain else None

@@ -28,7 +28,7 @@ def is_shared(model: nn.Module) -> bool:
     if not getattr(model, "is_distributed_loading_by_transformers", False):
         return False
     parts = any(
-        (isinstance(module, NVFP4Experts) and not module.part.is_whole)
+        (isinstance(module, NVFP4Experts) and not module.part.is_unsharded)
         or (isinstance(module, NVFP4Linear) and module.process_part is not None)
         for module in model.modules()
     )
@@ -67,7 +67,7 @@ def whole_experts(experts: NVFP4Experts) -> ExpertWeights:
     part, form = experts.part, experts.form
     biases = [None if bias is None else _full(bias.detach()) for bias in (experts.gate_up_bias, experts.down_bias)]
     weights = experts.gate_up_proj.packed_weight, experts.down_proj.packed_weight
-    if part.is_whole:
+    if part.is_unsharded:
         return ExpertWeights(*weights, *biases)
     mesh, halves = experts.part_mesh, 2 if form.gated else 1
     if part.expert_ranks > 1:

@@ -30,10 +30,10 @@ from thunder_moe.integrations.huggingface.sharded_forward import local_of, shard
 from thunder_moe.integrations.huggingface.sharding import refuse_parallel
 from thunder_moe.nn.linear import NVFP4LinearPart
 from thunder_moe.nn.packed import PackedModule
-from thunder_moe.quantization.choose import choose_modules, not_finite
+from thunder_moe.quantization.choose import choose_modules, non_finite_problem
 from thunder_moe.quantization.dense_linears import DenseLinears
 from thunder_moe.quantization.families import ExpertFamily, Quantization
-from thunder_moe.quantization.plan import Place, replace_module
+from thunder_moe.quantization.plan import Target, replace_module
 
 try:
     from transformers.core_model_loading import ConversionOps
@@ -136,7 +136,7 @@ class _Load:
         tied = {*model.all_tied_weights_keys, *model.all_tied_weights_keys.values()}
         done: set[nn.Module] = set()
         for module, place in chosen.items():
-            together = place.family.together(module) if isinstance(place.family, DenseLinears) else [module]
+            together = place.family.packed_together(module) if isinstance(place.family, DenseLinears) else [module]
             members = [(member, chosen[member]) for member in together]
             if module in done or not isinstance(place.family, DenseLinears | TransformersExperts):
                 continue
@@ -213,7 +213,7 @@ class _Unit:
 
     def __init__(
         self,
-        members: list[tuple[nn.Module, Place]],
+        members: list[tuple[nn.Module, Target]],
         parents: dict[nn.Module, list[tuple[nn.Module, str]]],
         run: Quantization,
     ) -> None:
@@ -246,12 +246,12 @@ class _Unit:
                 f"checkpoint: {full_name} has shape {tuple(tensor.shape)}, the model's has {tuple(wanted)}"
             )
         if name in (*_WEIGHTS, "weight"):
-            problem = not_finite(tensor, whole=sharding is None)
-            problem = problem if sharding is None else sharding.agree(problem)
+            problem = non_finite_problem(tensor, all_experts=sharding is None)
+            problem = problem if sharding is None else sharding.problem_on_any_rank(problem)
             if problem is not None:
                 raise ValueError(f"model: {full_name.rpartition('.')[0]!r} {problem}")
         if name in _WEIGHTS:
-            pack_ahead(module, name, tensor, self._run.memo, self._run.of(module).pack, self._run.layout)
+            pack_ahead(module, name, tensor, self._run.memo, self._run.for_module(module).pack, self._run.layout)
             self.started = True
         else:
             # A tensor that was read in inference mode cannot be a parameter outside of it.
@@ -269,7 +269,7 @@ class _Unit:
         """
 
         def convert(module: nn.Module, family: ExpertFamily) -> nn.Module:
-            return family.convert(module, self._run.of(module))
+            return family.convert(module, self._run.for_module(module))
 
         for module, place in self._members:
             parents = self._parents[module]

@@ -218,7 +218,7 @@ class QuantizedModel:
         if size == embeddings.weight.shape[0] == getattr(head, "out_features", None):
             return embeddings  # type: ignore[no-any-return]
         name = next(name for name, module in self.named_modules() if module is head)
-        dequantize_with_(self, {name: head}, only=True)
+        dequantize_with_(self, {name: head}, only_needed=True)
         self.get_output_embeddings().requires_grad_(embeddings.weight.requires_grad)
         logger.warning("%s is 16-bit from now on, since the rows of new tokens need training", name)
         return resize(new_num_tokens, pad_to_multiple_of, mean_resizing)  # type: ignore[no-any-return]

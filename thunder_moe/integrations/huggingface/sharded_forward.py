@@ -47,7 +47,7 @@ class Sharding:
     mesh: Any
     install: Callable[[nn.Module], Any]
 
-    def agree(self, problem: str | None) -> str | None:
+    def problem_on_any_rank(self, problem: str | None) -> str | None:
         """What keeps a process from going on, if anything keeps any: all of them call it, and none goes on alone."""
         flag = torch.tensor([problem is not None], dtype=torch.int32, device=self.mesh.device_type)
         torch.distributed.all_reduce(flag, torch.distributed.ReduceOp.MAX, group=self.mesh.get_group())

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from thunder_moe.checkpoint.part import WHOLE, ExpertsPart
+from thunder_moe.checkpoint.part import UNSHARDED, ExpertsPart
 from thunder_moe.integrations.huggingface.experts import NVFP4Experts
 from thunder_moe.nn.linear import NVFP4Linear
 
@@ -75,7 +75,7 @@ def require_available() -> None:
 def refuse_part(model: nn.Module, wanted: str) -> None:
     """Raises a ValueError where this process has a part of a layer's experts or of a dense layer."""
     for name, module in model.named_modules():
-        if isinstance(module, NVFP4Experts) and not module.part.is_whole:
+        if isinstance(module, NVFP4Experts) and not module.part.is_unsharded:
             raise ValueError(f"model: {name} is a part of its experts ({module.part}), wanted a model {wanted}")
         if isinstance(module, NVFP4Linear) and module.process_part is not None:
             raise ValueError(f"model: {name} is a part of its weight, wanted a model {wanted}")
@@ -102,7 +102,7 @@ def cut_(experts: NVFP4Experts, part: ExpertsPart, mesh: Any = None) -> None:
     Raises:
         ValueError: the ranks cannot share them evenly, or the experts compute something that is of all features.
     """
-    assert experts.part is WHOLE
+    assert experts.part is UNSHARDED
     form, first, second = experts.form, experts.gate_up_proj, experts.down_proj
     if part.feature_ranks > 1 and (form.post_norm or (form.gated and form.swiglu is None)):
         raise ValueError(

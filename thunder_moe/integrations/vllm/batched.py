@@ -1,7 +1,7 @@
 """`ThunderBatchedExperts`: the experts for exchanges that deliver a block of rows for each expert (DeepEP low latency).
 Called by methods and vLLM's FusedMoEKernel; extends experts.
 
-Legend: E experts of this rank, R rows that an expert's block has place for, H hidden_size.
+Legend: E experts of this rank, R rows of an expert's block, H hidden_size.
 """
 
 from __future__ import annotations
@@ -22,12 +22,13 @@ __all__ = ["ThunderBatchedExperts"]
 class ThunderBatchedExperts(ThunderExperts):
     """`ThunderExperts` of (E, R, H) with the rows in use of each expert; the exchange applies the router's weights.
 
-    All E * R places go through `moe_route` as tokens of one expert, those not in use of none, and their outputs are 0.
+    All E * R rows go through `moe_route` as tokens of one expert. Rows that are not in use have no expert; their
+    outputs are 0.
     """
 
     @property
     def expects_unquantized_inputs(self) -> bool:
-        """The exchanges of this format refuse to be asked; they send 16 bits for 16-bit activations."""
+        """Return False, because vLLM's exchanges of this format raise otherwise; they send 16 bits anyway."""
         return False
 
     @staticmethod
@@ -45,11 +46,11 @@ class ThunderBatchedExperts(ThunderExperts):
         self, M: int, N: int, K: int, topk: int, global_num_experts: int, local_num_experts: int,
         expert_tokens_meta: Any, activation: MoEActivation,
     ) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:  # fmt: skip
-        """No workspaces but the output (E, R, H)."""
+        """Return no workspaces but the output (E, R, H)."""
         return (0,), (0,), (local_num_experts, M, K)
 
     def moe_problem_size(self, a1: Tensor, w1: Tensor, w2: Tensor, topk_ids: Tensor) -> tuple[int, int, int, int, int]:
-        """(E, R, 2I, H, A)"""
+        """Return (E, R, 2I, H, A)."""
         return w1.shape[0], a1.shape[1], w1.shape[1], a1.shape[2], topk_ids.shape[1]
 
     def apply(
@@ -58,7 +59,7 @@ class ThunderBatchedExperts(ThunderExperts):
         a2_scale: Tensor | None, workspace13: Tensor, workspace2: Tensor, expert_tokens_meta: Any,
         apply_router_weight_on_input: bool,
     ) -> None:  # fmt: skip
-        """As `ThunderExperts.apply`, of (E, R, H) into (E, R, H); `expert_tokens_meta` has the rows in use."""
+        """Run like `ThunderExperts.apply`, (E, R, H) into (E, R, H); `expert_tokens_meta` has the rows in use."""
         experts, rows, width = hidden_states.shape
         device = hidden_states.device
         used = expert_tokens_meta.expert_num_tokens[:experts, None]

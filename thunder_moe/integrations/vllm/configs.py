@@ -1,10 +1,9 @@
 """Claim NVFP4 and MXFP8 checkpoints for the quantization method "thunder_moe" and make their configurations.
-Called by vLLM, in whose registry plugin puts it; calls methods and linears for the layers that our kernels run.
+Called by vLLM after plugin has registered it; calls methods and linears for the layers that our kernels run.
 
-vLLM asks every method of its registry whether it wants a checkpoint, those of plugins before its own ones. A
-configuration here extends vLLM's for the same form and keeps its `get_name()`, which vLLM's models ask for; vLLM's own
-classes stay in the registry, for checkpoints that are not claimed. Configurations are pickled, so they are at module
-level.
+vLLM asks every method of its registry whether it claims a checkpoint, plugins' methods before its own. A configuration
+here extends vLLM's for the same form and keeps its `get_name()`, which vLLM's models read; vLLM's own classes stay in
+the registry, for checkpoints that are not claimed. Configurations are pickled, so they are at module level.
 """
 
 from __future__ import annotations
@@ -57,10 +56,10 @@ logger = init_logger("vllm.thunder_moe")
 
 
 class _ModelOpt:
-    """Extend vLLM's class for any of ModelOpt's three forms."""
+    """Extension of vLLM's class for any of ModelOpt's three forms."""
 
     def get_supported_act_dtypes(self) -> list[torch.dtype]:
-        """Return vLLM's, and on a CPU float32, too: computed in it, two programs' tokens are equal but for ties."""
+        """Return vLLM's dtypes, and on a CPU float32: it makes two programs' tokens equal but for ties."""
         dtypes: list[torch.dtype] = super().get_supported_act_dtypes()  # type: ignore[misc]
         return [*dtypes, torch.float32] if current_platform.is_cpu() else dtypes
 
@@ -130,46 +129,46 @@ class ThunderCompressedTensorsConfig(CompressedTensorsConfig):  # type: ignore[m
 
 
 def _name_of_head(layer: torch.nn.Module, prefix: str) -> str:
-    """Return the name by which checkpoints list a 16-bit head; some models of vLLM give theirs none."""
+    """Return a layer's name in checkpoints; some models of vLLM give their head none."""
     return "lm_head" if isinstance(layer, ParallelLMHead) and not prefix else prefix
 
 
 class ThunderQuantizationConfig(ModelOptQuantConfigBase):  # type: ignore[misc]
-    """Serve as the entry in vLLM's registry; for its base class vLLM hands `--quantization-config` to `from_config`."""
+    """The entry in vLLM's registry; because of its base class vLLM passes `--quantization-config` to `from_config`."""
 
     @classmethod
     def override_quantization_method(
         cls, hf_quant_cfg: dict[str, Any], user_quant: str | None, hf_config: Any = None
     ) -> str | None:
-        """Claim a checkpoint with NVFP4 or MXFP8 layers; a line in the log says why one of them is not claimed.
+        """Claim a checkpoint with NVFP4 or MXFP8 layers; the log says why such a checkpoint is not claimed.
 
-        vLLM's GPT-OSS has no reader for them, and drops biases without a word. A claimed one gets `gpt_oss`'s model
-        class by its name in `architectures`, also where vLLM's kernels would run it: there it is an error.
+        vLLM's GPT-OSS has no reader for them, and silently drops biases. A claimed one gets `gpt_oss`'s model class by
+        its name in `architectures`, also on devices where vLLM's kernels would run it: the class raises there.
 
         Args:
             hf_quant_cfg: quantization_config of the checkpoint.
-            user_quant: the user's `--quantization`; any but ours means vLLM's own.
+            user_quant: the user's `--quantization`; another name than ours selects vLLM's own kernels.
             hf_config: of the model; `architectures` of GPT-OSS are changed.
 
         Returns:
-            Our name, None where vLLM goes on asking.
+            Our name; None lets vLLM ask the next method.
 
         Raises:
             ValueError: The user gave our name for a checkpoint that our kernels do not run.
         """
-        form = _form(hf_quant_cfg)
+        config_class = _config_class(hf_quant_cfg)
         architectures = getattr(hf_config, "architectures", None) or []
         ours = [re.sub("^GptOssFor", "ThunderGptOssFor", name) for name in architectures]
         reason = None
-        if form is None:
+        if config_class is None:
             reason = "the checkpoint has no NVFP4 or MXFP8 layers"
         elif user_quant not in (None, NAME):
             reason = f"--quantization {user_quant} was asked for"
-            if ours != architectures and form is not ThunderCompressedTensorsConfig:
+            if ours != architectures and config_class is not ThunderCompressedTensorsConfig:
                 reason += ", which leaves out the biases of GPT-OSS's experts"
         elif ours == architectures and not ThunderExperts._supports_current_device():
             reason = "the device is neither a CPU nor a CUDA GPU of compute capability 8.0 to 9.0"
-        elif form is ThunderModelOptMixedPrecisionConfig and not _quantized_layers(hf_quant_cfg):
+        elif config_class is ThunderModelOptMixedPrecisionConfig and not _quantized_layers(hf_quant_cfg):
             reason = "quantization_config in config.json has no quantized_layers"
         if reason is None:
             if ours != architectures:
@@ -177,7 +176,7 @@ class ThunderQuantizationConfig(ModelOptQuantConfigBase):  # type: ignore[misc]
             return NAME
         if user_quant == NAME:
             raise ValueError(f"--quantization {NAME}: {reason}; leave it out for vLLM's own kernels")
-        if form is not None:
+        if config_class is not None:
             logger.warning_once(
                 "NVFP4 and MXFP8 layers do not run on the kernels of thunder_moe, but on vLLM's own: %s.", reason
             )
@@ -185,10 +184,10 @@ class ThunderQuantizationConfig(ModelOptQuantConfigBase):  # type: ignore[misc]
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> QuantizationConfig:
-        """Return the configuration of a claimed checkpoint's form."""
-        form = _form(config)
-        assert form is not None
-        return form.from_config(config)
+        """Return the configuration for the form of a claimed checkpoint."""
+        config_class = _config_class(config)
+        assert config_class is not None
+        return config_class.from_config(config)
 
 
 _ALGORITHMS = {
@@ -198,15 +197,15 @@ _ALGORITHMS = {
 }
 
 
-def _form(config: dict[str, Any]) -> type[QuantizationConfig] | None:
-    """Return our class for a quantization_config; None for one without NVFP4 and MXFP8 layers."""
+def _config_class(config: dict[str, Any]) -> type[QuantizationConfig] | None:
+    """Return our class for a quantization_config; None if it has no NVFP4 and MXFP8 layers."""
     if config.get("quant_method") == "compressed-tensors":
         groups = (group.get("weights") for group in config.get("config_groups", {}).values())
         weights = [QuantizationArgs.model_validate(group) for group in groups if group]
         kind = CompressedTensorsConfig
-        ours = any(kind._is_nvfp4_format(each) or kind._is_mxfp8(each) for each in weights)
+        ours = any(kind._is_nvfp4_format(args) or kind._is_mxfp8(args) for args in weights)
         return ThunderCompressedTensorsConfig if ours else None
-    if config.get("quant_method") == "mxfp8":  # what MiniMax's releases say of ModelOpt's form
+    if config.get("quant_method") == "mxfp8":  # MiniMax's name of ModelOpt's form
         return ThunderModelOptMxFp8Config
     algorithm = ModelOptQuantConfigBase._extract_modelopt_quant_algo(config)
     if algorithm == "MIXED_PRECISION":

@@ -1,4 +1,4 @@
-"""Experts of all ranks -> experts of this rank, by one small kernel on a GPU, where torch takes several.
+"""Maps experts of all ranks to experts of this rank, by one small kernel on a GPU, where torch takes several.
 Called by experts; calls Triton, which a CUDA build of vLLM brings along.
 """
 
@@ -14,11 +14,11 @@ _BLOCK = 1024
 
 
 def local_ids(topk_ids: Tensor, expert_map: Tensor | None) -> Tensor:
-    """int32 (T, A), -1 for no expert of this rank.
+    """Return the experts of this rank, int32 (T, A), -1 for experts of other ranks.
 
     Args:
         topk_ids: (T, A), experts of all ranks, or -1 for none.
-        expert_map: (experts of all ranks,) -> experts of this rank, -1 for those of others; None for one rank.
+        expert_map: (experts of all ranks,) -> experts of this rank, -1 for experts of others; None for one rank.
     """
     if expert_map is None:
         return topk_ids.to(torch.int32)

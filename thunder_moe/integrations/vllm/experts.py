@@ -1,4 +1,4 @@
-"""`ThunderExperts`: the experts step of vLLM's modular kernels on our operators, and `why_not` it cannot serve a layer.
+"""`ThunderExperts`: the experts step of vLLM's modular kernels on our operators; `unsupported_reason`: its limits.
 Called by methods and vLLM's FusedMoEKernel, between its dispatch and combine; calls ops.
 
 Legend: T tokens, A = top_k, M = T * A rows, E experts of this rank, H hidden_size, I intermediate_size of this rank.
@@ -31,35 +31,33 @@ from thunder_moe.ops.grouped_mm import operands
 from thunder_moe.ops.operator import op_name_for
 from thunder_moe.routing import gather_rows
 
-__all__ = ["FIELDS", "FUSED", "SWIGLUOAI_FORM", "ThunderExperts", "grouped", "why_not"]
+__all__ = ["FIELDS", "FUSED_ACTIVATIONS", "SWIGLUOAI_FORM", "ThunderExperts", "grouped_operator", "unsupported_reason"]
 
-# What vLLM's parameters are called behind "w13_" and "w2_", in the order of `BlockFormat.fields`.
+# The names of vLLM's parameters behind "w13_" and "w2_", in the order of `BlockFormat.fields`.
 FIELDS = {NVFP4: ("weight", "weight_scale", "weight_scale_2"), MXFP8: ("weight", "weight_scale")}
 _KEYS = {NVFP4: kNvfp4Static, MXFP8: kMxfp8Static}
 # Computed inside of the first GEMM. SWIGLUOAI is for rows of gate and up that alternate in the checkpoint; the methods
-# put them apart.
-FUSED = (MoEActivation.SILU, MoEActivation.SWIGLUOAI, MoEActivation.SWIGLUOAI_UNINTERLEAVE)
-_APART = (MoEActivation.GELU, MoEActivation.GELU_TANH)  # vLLM's own kernels between the GEMMs
-# vLLM's own kernels use these values, whatever a config says.
-SWIGLUOAI_FORM = SwiGLUConfig(alpha=1.702, limit=7.0, up_shift=1.0)
-# From 10.0 on vLLM has kernels with 4-bit activations, which tensor cores multiply at once.
+# sort them.
+FUSED_ACTIVATIONS = (MoEActivation.SILU, MoEActivation.SWIGLUOAI, MoEActivation.SWIGLUOAI_UNINTERLEAVE)
+_SEPARATE_ACTIVATIONS = (MoEActivation.GELU, MoEActivation.GELU_TANH)  # vLLM's own kernels between the GEMMs
+SWIGLUOAI_FORM = SwiGLUConfig(alpha=1.702, limit=7.0, up_shift=1.0)  # vLLM's own kernels compute this for every config
+# From 10.0 on vLLM has kernels with 4-bit activations; those GPUs have tensor cores for them.
 _CAPABILITIES = ((8, 0), (10, 0))
 
 
-def grouped(name: str, rows: Tensor, weight: PackedWeight, offsets: Tensor, *more: Any) -> Tensor:
-    """An operator of NVFP4 weights by its name, or the one of the weight's number format, on rows (M, K)."""
+def grouped_operator(name: str, rows: Tensor, weight: PackedWeight, offsets: Tensor, *more: Any) -> Tensor:
+    """Run an operator on rows (M, K): the one of this NVFP4 name, or its counterpart for the weight's number format."""
     operator = getattr(torch.ops.thunder_moe, op_name_for(name, weight.format))
     out: Tensor = operator(rows, *operands(weight), offsets, *more, layout=weight.layout)
     return out
 
 
-def why_not(moe_config: FusedMoEConfig, experts: Any = None, format: BlockFormat = NVFP4) -> str | None:
-    """Why `ThunderExperts`, or a class derived of it, cannot run the experts of a layer, or should not; None where it
-    runs them.
+def unsupported_reason(moe_config: FusedMoEConfig, experts: Any = None, format: BlockFormat = NVFP4) -> str | None:
+    """Return why `ThunderExperts`, or a subclass, does not run the experts of a layer; None if it runs them.
 
-    Devices other than CPUs and CUDA of compute capability 8.0 to 9.0, activations and dtypes without a kernel, sizes
-    that do not hold whole blocks of scales on each rank, LoRA, batch invariance, padding, exchanges of tokens that were
-    not tested, elastic expert parallelism, and a moe_backend that the user has named.
+    Reasons are devices other than CPUs and CUDA of compute capability 8.0 to 9.0, activations and dtypes without a
+    kernel, sizes that are not whole blocks of scales on each rank, LoRA, batch invariance, padding, untested exchanges
+    of tokens, elastic expert parallelism, and a moe_backend that the user has named.
     """
     experts = experts or ThunderExperts
     parallel = moe_config.moe_parallel_config
@@ -81,9 +79,9 @@ def why_not(moe_config: FusedMoEConfig, experts: Any = None, format: BlockFormat
     padded = moe_config.hidden_dim_unpadded != moe_config.hidden_dim or moe_config.tp_shard_with_padding
     if padded or moe_config.intermediate_size_per_partition_unpadded != moe_config.intermediate_size_per_partition:
         return "sizes are padded"
-    if moe_config.activation in _APART and moe_config.has_bias:
+    if moe_config.activation in _SEPARATE_ACTIVATIONS and moe_config.has_bias:
         return f"{moe_config.activation} with biases"
-    if moe_config.activation in _APART and moe_config.swiglu_limit is not None:
+    if moe_config.activation in _SEPARATE_ACTIVATIONS and moe_config.swiglu_limit is not None:
         return f"{moe_config.activation} with swiglu_limit {moe_config.swiglu_limit}"
     config = get_current_vllm_config_or_none()
     if config is not None and config.parallel_config.enable_elastic_ep:
@@ -97,7 +95,7 @@ def why_not(moe_config: FusedMoEConfig, experts: Any = None, format: BlockFormat
 
 
 class ThunderExperts(mk.FusedMoEExpertsModular):  # type: ignore[misc]
-    """Packed weights, 16-bit activations: route -> gate_up GEMM, activation -> down GEMM, weighted sum."""
+    """The experts of packed weights and 16-bit rows: route -> gate_up GEMM, activation -> down GEMM, weighted sum."""
 
     @property
     def expects_unquantized_inputs(self) -> bool:
@@ -124,7 +122,7 @@ class ThunderExperts(mk.FusedMoEExpertsModular):  # type: ignore[misc]
 
     @staticmethod
     def _supports_activation(activation: MoEActivation) -> bool:
-        return activation in (*FUSED, *_APART)
+        return activation in (*FUSED_ACTIVATIONS, *_SEPARATE_ACTIVATIONS)
 
     @staticmethod
     def _supports_parallel_config(moe_parallel_config: Any) -> bool:
@@ -137,22 +135,22 @@ class ThunderExperts(mk.FusedMoEExpertsModular):  # type: ignore[misc]
         self, M: int, N: int, K: int, topk: int, global_num_experts: int, local_num_experts: int,
         expert_tokens_meta: Any, activation: MoEActivation,
     ) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:  # fmt: skip
-        """No workspaces but the output (T, H): the operators allocate what they need, from a CUDA graph's own memory
-        while one is captured."""
+        """Return no workspaces but the output (T, H).
+
+        The operators allocate their memory, while a CUDA graph is captured from the graph's pool."""
         return (0,), (0,), (M, K)
 
     def moe_problem_size(self, a1: Tensor, w1: Tensor, w2: Tensor, topk_ids: Tensor) -> tuple[int, int, int, int, int]:
-        """(E, T, 2I, H, A)"""
+        """Return (E, T, 2I, H, A)."""
         return w1.shape[0], a1.shape[0], w1.shape[1], a1.shape[-1], topk_ids.shape[1]
 
     def take_weights(self, layer: Any, gate_up_layout: str, down_layout: str, format: BlockFormat = NVFP4) -> None:
-        """Has the weights read from the parameters of vLLM's RoutedExperts.
+        """Use the parameters of vLLM's RoutedExperts as weights.
 
-        They are looked up at each call: offloading and reloading put other memory there, and EPLB other experts.
+        They are looked up at each call, because offloading and reloading replace their memory, and EPLB the experts.
 
         Args:
-            layer: with w13_ and w2_ weight, weight_scale and, in NVFP4, weight_scale_2, the rows of gate first, then
-                those of up.
+            layer: with w13_ and w2_ weight, weight_scale and, in NVFP4, weight_scale_2; gate's rows first, then up's.
             gate_up_layout: of w13.
             down_layout: of w2.
             format: of both.
@@ -163,17 +161,17 @@ class ThunderExperts(mk.FusedMoEExpertsModular):  # type: ignore[misc]
 
     @property
     def gate_up(self) -> PackedWeight:
-        """(E, 2I, H), the rows of gate first."""
+        """Return the weight (E, 2I, H), gate's rows first."""
         return self._weight("w13")
 
     @property
     def down(self) -> PackedWeight:
-        """(E, H, I)"""
+        """Return the weight (E, H, I)."""
         return self._weight("w2")
 
     @property
     def biases(self) -> dict[str, Tensor]:
-        """gate_up_bias (E, 2I) and down_bias (E, H) of models that have them (GPT-OSS)."""
+        """Return gate_up_bias (E, 2I) and down_bias (E, H); empty for models without biases."""
         if not self.moe_config.has_bias:
             return {}
         return {"gate_up_bias": self._layer.w13_bias.data, "down_bias": self._layer.w2_bias.data}
@@ -201,30 +199,30 @@ class ThunderExperts(mk.FusedMoEExpertsModular):  # type: ignore[misc]
         Args:
             output: (T, H).
             hidden_states: (T, H); with apply_router_weight_on_input multiplied by the weights already.
-            w1: the weights are those of `take_weights`.
-            w2: likewise.
+            w1: only its shape is used; `take_weights` has the weights.
+            w2: unused.
             topk_weights: (T, A).
             topk_ids: (T, A), physical experts of all ranks, or -1 for none.
             activation: of the layer.
             global_num_experts: of all ranks.
-            expert_map: (experts of all ranks,) -> experts of this rank, -1 for those of others; None for one rank.
-            a1q_scale: unused, as activations stay in 16 bits.
-            a2_scale: likewise.
+            expert_map: (experts of all ranks,) -> experts of this rank, -1 for experts of others; None for one rank.
+            a1q_scale: unused, because activations stay in 16 bits.
+            a2_scale: unused.
             workspace13: unused, see `workspace_shapes`.
-            workspace2: likewise.
+            workspace2: unused.
             expert_tokens_meta: unused.
-            apply_router_weight_on_input: Llama 4's layers.
+            apply_router_weight_on_input: True for Llama 4's layers.
         """
         ids = local_ids(topk_ids, expert_map)
         weights = torch.ones_like(topk_weights) if apply_router_weight_on_input else topk_weights
-        # is_cuda first: on a CPU vLLM has this compiled, and what `select` reads cannot be traced.
+        # is_cuda comes first: on a CPU vLLM compiles this, and `select` cannot be traced.
         if (
             hidden_states.is_cuda
-            and activation in FUSED
+            and activation in FUSED_ACTIVATIONS
             and select(hidden_states.device, format=self._format.name) is cuda
         ):
             ranks = 1 if expert_map is None else round(global_num_experts / w1.shape[0])
-            biases, form = self.biases, self._form(activation)
+            biases, form = self.biases, self._glu(activation)
             call = ExpertsCall(
                 hidden_states, ids, weights, self.gate_up, self.down, biases.get("gate_up_bias"),
                 biases.get("down_bias"), form=form, expert_ranks=ranks,
@@ -234,7 +232,7 @@ class ThunderExperts(mk.FusedMoEExpertsModular):  # type: ignore[misc]
             output.copy_(self.run(hidden_states, ids, weights, activation))
 
     def run(self, hidden_states: Tensor, ids: Tensor, weights: Tensor, activation: MoEActivation) -> Tensor:
-        """(T, H) -> (T, H), the weighted sums of the experts of this rank.
+        """Return the weighted sums of the experts of this rank, (T, H) -> (T, H).
 
         Args:
             hidden_states: (T, H).
@@ -242,26 +240,26 @@ class ThunderExperts(mk.FusedMoEExpertsModular):  # type: ignore[misc]
             weights: (T, A).
             activation: of the layer.
         """
-        if activation not in FUSED:
-            return self._apart(hidden_states, ids, weights, activation)
-        form = self._form(activation)
+        if activation not in FUSED_ACTIVATIONS:
+            return self._run_unfused(hidden_states, ids, weights, activation)
+        form = self._glu(activation)
         options: dict[str, Any] = dict(alpha=form.alpha, limit=form.limit, up_shift=form.up_shift)
         options |= self.biases
         return moe_experts(hidden_states, ids, weights, self.gate_up, self.down, **options)
 
-    def _apart(self, hidden_states: Tensor, ids: Tensor, weights: Tensor, activation: MoEActivation) -> Tensor:
-        """The same with vLLM's activation between the two GEMMs; rows of no expert may hold anything."""
+    def _run_unfused(self, hidden_states: Tensor, ids: Tensor, weights: Tensor, activation: MoEActivation) -> Tensor:
+        """Return the weighted sums like `run`, with vLLM's activation between the two GEMMs."""
         ops = torch.ops.thunder_moe
         row_slot, offsets, slot_row = ops.moe_route(ids, self.gate_up.shape[0])
         rows = gather_rows(hidden_states, row_slot)  # [M, H]
         first, second = self.gate_up, self.down
-        rows = grouped("f16a_nvfp4weight_scaled_grouped_mm", rows, first, offsets)
+        rows = grouped_operator("f16a_nvfp4weight_scaled_grouped_mm", rows, first, offsets)
         gated = rows.new_empty(rows.shape[0], rows.shape[1] // 2)  # [M, I]
         self.activation(activation, gated, rows)
-        return grouped("f16a_nvfp4weight_grouped_mm_combine", gated, second, offsets, slot_row, weights)
+        return grouped_operator("f16a_nvfp4weight_grouped_mm_combine", gated, second, offsets, slot_row, weights)
 
-    def _form(self, activation: MoEActivation) -> SwiGLUConfig:
-        """The activation as our kernels compute it, with the clamp that the model asks for."""
+    def _glu(self, activation: MoEActivation) -> SwiGLUConfig:
+        """Return the activation for our kernels, with the clamp of the model's config."""
         config = self.activation_config
         if activation == MoEActivation.SILU:
             return SwiGLUConfig(limit=config.clamp_limit)

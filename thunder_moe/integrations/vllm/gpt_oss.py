@@ -1,11 +1,12 @@
 """Extend vLLM's GPT-OSS by a reader of NVFP4 and MXFP8 experts, which vLLM's own lacks.
 Called by vLLM for checkpoints that configs claims: configs puts the name of this class into their `architectures`.
 
-A checkpoint in the form of ModelOpt has all experts of a projection in one tensor, K before N, gate and up in turns:
-`experts.gate_up_proj`, `_weight_scale`, in NVFP4 `_weight_scale_2`, and `_bias`, and those of `down_proj`.
+A checkpoint in the form of ModelOpt has all experts of a projection in one tensor, K before N, with alternating rows of
+gate and up. The tensors are `experts.gate_up_proj` with `_weight_scale`, in NVFP4 `_weight_scale_2`, and `_bias`, and
+the same for `down_proj`.
 
-vLLM 0.32 copies attention's sinks past the loaders of parameters, so that a reload would leave the old ones, or after a
-sleep of level 2 nothing: they go to the loader here.
+vLLM 0.32 copies attention's sinks without the loaders of parameters, so that a reload would keep the old ones, or after
+a sleep of level 2 uninitialized memory. Here they go to the loader.
 
 Legend: E experts, H hidden_size, I intermediate_size.
 """
@@ -31,7 +32,7 @@ from thunder_moe.integrations.vllm.methods import ModelOptThunderMoEMethod, Mode
 __all__ = ["ThunderGptOssForCausalLM"]
 
 _METHODS = (ModelOptThunderMoEMethod, ModelOptThunderMxFp8MoEMethod)
-_VLLMS = (ModelOptNvFp4FusedMoE, ModelOptMxFp8FusedMoE)
+_VLLM_METHODS = (ModelOptNvFp4FusedMoE, ModelOptMxFp8FusedMoE)
 _SINKS = re.compile(r"^(.*)\.self_attn\.sinks$")
 _EXPERTS = re.compile(r"^(?P<experts>.*\.experts)\.(?P<projection>gate_up_proj|down_proj)(?P<field>\w*)$")
 _PARAMETERS = {"gate_up_proj": "w13", "down_proj": "w2"}
@@ -40,15 +41,15 @@ _SHARDS = {"gate_up_proj": ("w1", "w3"), "down_proj": ("w2",)}
 
 
 class ThunderGptOssForCausalLM(GptOssForCausalLM):  # type: ignore[misc]
-    """Hand tensors of experts that run on our kernels to vLLM's loader one expert at a time."""
+    """vLLM's model that passes tensors of experts on our kernels to vLLM's loader expert by expert."""
 
     def __init__(self, vllm_config: VllmConfig, prefix: str = "") -> None:
         super().__init__(vllm_config, prefix)
         self.config: Any = copy.copy(vllm_config.model_config.hf_config)
-        self.config.architectures = ["GptOssForCausalLM"]  # vLLM's adapters have rows of gate and up in turns for it
+        self.config.architectures = ["GptOssForCausalLM"]  # by it vLLM alternates adapters' rows of gate and up
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
-        self._refuse_vllms_methods()
+        self._refuse_vllm_methods()
         experts = {
             name.removesuffix(".routed_experts"): module
             for name, module in self.named_modules()
@@ -58,27 +59,28 @@ class ThunderGptOssForCausalLM(GptOssForCausalLM):  # type: ignore[misc]
             self._check_activation()
         loaded: set[str] = set()
         weights = self._without_sinks(weights, loaded)
-        names: set[str] = super().load_weights(self._one_by_one(weights, experts, loaded))
+        names: set[str] = super().load_weights(self._per_expert(weights, experts, loaded))
         return names | loaded
 
-    def _refuse_vllms_methods(self) -> None:
-        """Raise a ValueError where vLLM's own methods were to run NVFP4 or MXFP8 experts: they make no biases, and its
-        loader drops those, and scales, without a word."""
+    def _refuse_vllm_methods(self) -> None:
+        """Raise a ValueError if vLLM's own methods are to run NVFP4 or MXFP8 experts.
+
+        They make no parameters for biases, and vLLM's loader silently drops biases and scales."""
         for name, module in self.named_modules():
             method = getattr(module, "quant_method", None)
-            if isinstance(method, _VLLMS) and not isinstance(method, _METHODS):
+            if isinstance(method, _VLLM_METHODS) and not isinstance(method, _METHODS):
                 raise ValueError(
                     f"{name}: vLLM's own {type(method).__name__} would leave out the biases of GPT-OSS; the log says"
                     " why the kernels of thunder_moe do not run these experts"
                 )
 
     def _without_sinks(self, weights: Iterable[tuple[str, Tensor]], loaded: set[str]) -> Iterator[tuple[str, Tensor]]:
-        """Load this rank's heads of attention's sinks and yield the rest of the names and tensors."""
+        """Load this rank's heads of attention's sinks, and yield all other names and tensors."""
         parameters, rank = dict(self.named_parameters()), get_tensor_model_parallel_rank()
         for name, tensor in weights:
-            found = _SINKS.match(name)
-            own = f"{found[1]}.attn.sinks" if found else ""
-            if own not in parameters:  # those of another pipeline stage, too
+            match = _SINKS.match(name)
+            own = f"{match[1]}.attn.sinks" if match else ""
+            if own not in parameters:  # no sinks, or sinks of another pipeline stage
                 yield name, tensor
                 continue
             heads = parameters[own].shape[0]
@@ -95,17 +97,17 @@ class ThunderGptOssForCausalLM(GptOssForCausalLM):  # type: ignore[misc]
                     f"{name}: got {found} in config.json, wanted {wanted}, which vLLM's GPT-OSS has for it"
                 )
 
-    def _one_by_one(
+    def _per_expert(
         self, weights: Iterable[tuple[str, Tensor]], experts: dict[str, Any], loaded: set[str]
     ) -> Iterator[tuple[str, Tensor]]:
-        """Yield names and tensors for vLLM's loader: experts (K, N) for a tensor of all (E, K, N)."""
+        """Yield names and tensors for vLLM's loader, with an expert's (K, N) at a time of a tensor (E, K, N)."""
         for name, tensor in weights:
-            found = _EXPERTS.match(name)
-            layer = None if found is None else experts.get(found["experts"])
-            if found is None or layer is None:
+            match = _EXPERTS.match(name)
+            layer = None if match is None else experts.get(match["experts"])
+            if match is None or layer is None:
                 yield name, tensor
                 continue
-            path, projection, field = found.groups()
+            path, projection, field = match.groups()
             parameter = _PARAMETERS[projection]
             if field == "_weight_scale" and isinstance(layer.quant_method, ModelOptThunderMxFp8MoEMethod):
                 _check_blocks(name, tensor, getattr(layer, f"{parameter}_weight"), parameter)
@@ -121,7 +123,7 @@ class ThunderGptOssForCausalLM(GptOssForCausalLM):  # type: ignore[misc]
                             shard_id=shard, expert_id=expert, return_success=True,
                         )  # fmt: skip
                 loaded.add(f"{path}.routed_experts.{parameter}_weight_scale_2")
-            elif field != "_input_scale":  # of 4-bit activations, which there are none of
+            elif field != "_input_scale":  # the scale of 4-bit activations, which are not used
                 raise ValueError(
                     f"{name}: wanted the fields of NVFP4 or MXFP8 experts, '', {', '.join(_FIELDS)[2:]} or"
                     " _weight_scale_2"
@@ -129,8 +131,10 @@ class ThunderGptOssForCausalLM(GptOssForCausalLM):  # type: ignore[misc]
 
 
 def _check_blocks(name: str, scale: Tensor, weight: Tensor, parameter: str) -> None:
-    """Raise a ValueError where the blocks of an MXFP8 weight's scales (E, K / 32, N) lie along N, as nvidia-modelopt
-    0.47 writes those of fused experts. `weight`: this rank's (E, N, K); the ranks share I, which is gate_up's N."""
+    """Raise a ValueError if the blocks of MXFP8 scales (E, K / 32, N) lie along N.
+
+    nvidia-modelopt 0.47 writes such scales for fused experts. `weight` is this rank's (E, N, K); the ranks share I,
+    which is gate_up's N."""
     along_k = scale.shape[1] * MXFP8.block_size == weight.shape[2]
     if not (along_k if parameter == "w13" else scale.shape[2] == weight.shape[1]):
         raise ValueError(

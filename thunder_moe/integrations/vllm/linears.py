@@ -32,7 +32,7 @@ from vllm.platforms import current_platform
 
 from thunder_moe.formats.block_format import MXFP8, NVFP4, BlockFormat
 from thunder_moe.formats.weight import MXFP8Weight, NVFP4Weight
-from thunder_moe.integrations.vllm.graphs import note
+from thunder_moe.integrations.vllm.graphs import record_choice
 from thunder_moe.integrations.vllm.loading import mark_unloaded, replace, require_decoded_scales, require_loaded
 from thunder_moe.kernels.select import lay_out, runs_on_cuda
 from thunder_moe.ops import scaled_mm  # noqa: F401  (registers the operator)
@@ -44,8 +44,8 @@ __all__ = [
     "ThunderNvfp4Scheme",
     "compressed_tensors_mxfp8_scheme",
     "compressed_tensors_scheme",
+    "dense_unsupported_reason",
     "modelopt_linear_method",
-    "why_not_dense",
 ]
 
 logger = init_logger("vllm.thunder_moe")
@@ -53,11 +53,11 @@ _BACKENDS = {NVFP4: ("nvfp4_w4a16", "nvfp4_w4a4"), MXFP8: ("mxfp8",)}
 _MEASURED = (9, 0)
 
 
-def why_not_dense(format: BlockFormat = NVFP4) -> str | None:
-    """Return why dense layers of a number format do not run on our kernel; None where they do.
+def dense_unsupported_reason(format: BlockFormat = NVFP4) -> str | None:
+    """Return why dense layers of a number format do not run on our kernel; None if they do.
 
-    On GPUs other than Hopper ours was not measured beside vLLM's. A --linear-backend that the user has named, float32
-    on CUDA and batch invariance are vLLM's, too.
+    On GPUs other than Hopper our kernel was not compared with vLLM's. vLLM also runs a --linear-backend that the user
+    has named, float32 on CUDA, and batch invariance.
     """
     config = get_current_vllm_config_or_none()
     if config is not None:
@@ -80,9 +80,10 @@ def why_not_dense(format: BlockFormat = NVFP4) -> str | None:
     return None
 
 
-def _is_ours(format: BlockFormat = NVFP4) -> bool:
-    reason, name = why_not_dense(format), format.name.upper()
-    note("dense layers", format, reason is None)
+def _decide_and_log(format: BlockFormat = NVFP4) -> bool:
+    """True if our kernels run dense layers of a number format; logs the decision and its reason."""
+    reason, name = dense_unsupported_reason(format), format.name.upper()
+    record_choice("dense layers", format, reason is None)
     if reason is None:
         logger.info_once("Dense %s layers run on the kernels of thunder_moe.", name)
     else:
@@ -93,36 +94,36 @@ def _is_ours(format: BlockFormat = NVFP4) -> bool:
 
 
 def modelopt_linear_method(method: Any) -> Any:
-    """Return our method for a dense layer that vLLM's `method` was to run, or `method` where vLLM's is to run it.
+    """Return our method for a dense layer in place of vLLM's `method`, or `method` if vLLM runs the layer.
 
     Args:
-        method: what vLLM's configuration of a ModelOpt checkpoint gives any layer, None too.
+        method: the method of any layer, or None, by vLLM's configuration of a ModelOpt checkpoint.
     """
     if type(method) is not ModelOptLinearMethod or method.spec.weight not in (kNvfp4Static, kMxfp8Static):
         return method
     format, kind = NVFP4, ModelOptThunderLinearMethod
     if method.spec.weight == kMxfp8Static:
         format, kind = MXFP8, ModelOptThunderMxFp8LinearMethod
-    return kind(method.spec, method.ctx, method.fmt) if _is_ours(format) else method
+    return kind(method.spec, method.ctx, method.fmt) if _decide_and_log(format) else method
 
 
 def compressed_tensors_scheme(inputs: Any, layer_name: str | None) -> CompressedTensorsScheme | None:
-    """Return our scheme for a dense NVFP4 layer of compressed-tensors, or None where vLLM's is to run it.
+    """Return our scheme for a dense NVFP4 layer of compressed-tensors, or None if vLLM runs it.
 
     Args:
-        inputs: how the checkpoint quantizes activations, None if not at all; ours are 16-bit in both cases.
+        inputs: the checkpoint's quantization of activations, or None; ours are 16-bit in both cases.
         layer_name: for messages.
     """
-    return ThunderNvfp4Scheme(inputs is None, layer_name or "") if _is_ours() else None
+    return ThunderNvfp4Scheme(inputs is None, layer_name or "") if _decide_and_log() else None
 
 
 def compressed_tensors_mxfp8_scheme(layer_name: str | None) -> CompressedTensorsScheme | None:
-    """Return the same for a dense MXFP8 layer."""
-    return ThunderMxFp8Scheme(layer_name or "") if _is_ours(MXFP8) else None
+    """Return our scheme for a dense MXFP8 layer of compressed-tensors, or None if vLLM runs it."""
+    return ThunderMxFp8Scheme(layer_name or "") if _decide_and_log(MXFP8) else None
 
 
-class _Dense:
-    """The weight of a layer, after its parts were loaded."""
+class _NvFp4Dense:
+    """The packing of a layer's loaded NVFP4 weight, and the product with it."""
 
     layout: str
 
@@ -147,7 +148,7 @@ class _Dense:
             replace(layer, layer_name, name, tensor[0])
 
     def multiply(self, layer: Any, x: Tensor, bias: Tensor | None) -> Tensor:
-        """(..., K) -> (..., N)"""
+        """Multiply x (..., K) by the weight -> (..., N)."""
         out: Tensor = torch.ops.thunder_moe.f16a_nvfp4weight_scaled_mm(
             x, layer.weight.t(), layer.weight_scale, layer.weight_scale_2, bias, layout=self.layout
         )
@@ -155,8 +156,8 @@ class _Dense:
 
 
 @register_weight_loader_v2_supported_method
-class ModelOptThunderLinearMethod(_Dense, ModelOptLinearMethod):  # type: ignore[misc]
-    """For ModelOpt's names, with vLLM's parameters. vLLM's loaders look for "ModelOpt" in the name of this class."""
+class ModelOptThunderLinearMethod(_NvFp4Dense, ModelOptLinearMethod):  # type: ignore[misc]
+    """The method for ModelOpt's checkpoints, with vLLM's parameters. vLLM's loaders look for "ModelOpt" in its name."""
 
     @property
     def supports_pre_processed_weights(self) -> bool:
@@ -166,7 +167,7 @@ class ModelOptThunderLinearMethod(_Dense, ModelOptLinearMethod):  # type: ignore
         self, layer: Any, input_size_per_partition: int, output_partition_sizes: list[int], input_size: int,
         output_size: int, params_dtype: torch.dtype, **extra_weight_attrs: Any,
     ) -> None:  # fmt: skip
-        """As vLLM's, without a kernel of vLLM's."""
+        """Create vLLM's parameters, without a kernel of vLLM."""
         layer.logical_widths = output_partition_sizes
         layer.input_size_per_partition = input_size_per_partition
         layer.output_size_per_partition = sum(output_partition_sizes)
@@ -179,7 +180,7 @@ class ModelOptThunderLinearMethod(_Dense, ModelOptLinearMethod):  # type: ignore
         self.mark_unloaded(layer)
 
     def mark_unloaded(self, layer: Any) -> None:
-        """Parameters that `require_loaded` is to find where the checkpoint lacks them."""
+        """Mark the parameters, so that `require_loaded` finds those that the checkpoint lacks."""
         mark_unloaded(layer, "weight", "weight_scale", "weight_scale_2")
 
     def process_weights_after_loading(self, layer: Any) -> None:
@@ -189,10 +190,10 @@ class ModelOptThunderLinearMethod(_Dense, ModelOptLinearMethod):  # type: ignore
             self.process(layer)
 
     def leave_to_vllm(self, layer: Any) -> None:
-        """Gives a layer whose parameters are loaded to vLLM's method, with the kernel that vLLM chooses.
+        """Lets vLLM's method, with the kernel that vLLM chooses, run a layer whose parameters are loaded.
 
         Raises:
-            ValueError: vLLM's, where it has none.
+            ValueError: vLLM has no kernel for it.
         """
         logger.info_once("Its model reads the weight of %s itself: vLLM's own kernels run it.", _name(layer))
         method = ModelOptLinearMethod(self.spec, self.ctx, self.fmt)
@@ -204,10 +205,10 @@ class ModelOptThunderLinearMethod(_Dense, ModelOptLinearMethod):  # type: ignore
         method.process_weights_after_loading(layer)
 
     def process(self, layer: Any) -> None:
-        """Puts loaded parameters into the form of our kernel."""
+        """Converts the loaded parameters for our kernel."""
         require_loaded(layer, _name(layer), "rows", "weight", "weight_scale")
         require_loaded(layer, _name(layer), "merged linears", "weight_scale_2")
-        if hasattr(layer, "input_scale"):  # of 4-bit activations, which there are none of
+        if hasattr(layer, "input_scale"):  # the scale of 4-bit activations, which are not used
             del layer.input_scale
         self.pack(layer, _name(layer), layer.weight_scale_2.data)
 
@@ -216,7 +217,7 @@ class ModelOptThunderLinearMethod(_Dense, ModelOptLinearMethod):  # type: ignore
 
 
 class _MxFp8Dense:
-    """`_Dense` in MXFP8. Merged linears have no scale for each, so nothing has to be spread over rows."""
+    """The packing of a layer's loaded MXFP8 weight, without a global scale, and the product with it."""
 
     layout: str
 
@@ -234,7 +235,7 @@ class _MxFp8Dense:
         replace(layer, layer_name, "weight_scale", weight.scale[0])  # in a graph a view of another dtype is a copy
 
     def multiply(self, layer: Any, x: Tensor, bias: Tensor | None) -> Tensor:
-        """(..., K) -> (..., N)"""
+        """Multiply x (..., K) by the weight -> (..., N)."""
         out: Tensor = torch.ops.thunder_moe.f16a_mxfp8weight_scaled_mm(
             x, layer.weight.t(), layer.weight_scale, bias, layout=self.layout
         )
@@ -243,14 +244,14 @@ class _MxFp8Dense:
 
 @register_weight_loader_v2_supported_method
 class ModelOptThunderMxFp8LinearMethod(_MxFp8Dense, ModelOptThunderLinearMethod):  # type: ignore[misc]
-    """For MXFP8 of ModelOpt's names."""
+    """The method for ModelOpt's checkpoints in MXFP8."""
 
     def process(self, layer: Any) -> None:
         self.pack(layer, _name(layer))
 
 
-class ThunderNvfp4Scheme(_Dense, CompressedTensorsW4A4Fp4):  # type: ignore[misc]
-    """For compressed-tensors' names; its global scales encode, so they divide."""
+class ThunderNvfp4Scheme(_NvFp4Dense, CompressedTensorsW4A4Fp4):  # type: ignore[misc]
+    """The scheme for compressed-tensors in NVFP4, whose global scales encode: their inverse multiplies."""
 
     def __init__(self, use_a16: bool, layer_name: str) -> None:
         self.use_a16, self.layer_name, self.group_size = use_a16, layer_name, 16
@@ -279,7 +280,7 @@ class ThunderNvfp4Scheme(_Dense, CompressedTensorsW4A4Fp4):  # type: ignore[misc
 
 
 class ThunderMxFp8Scheme(_MxFp8Dense, CompressedTensorsW8A8Mxfp8):  # type: ignore[misc]
-    """For MXFP8 of compressed-tensors' names, which are ModelOpt's."""
+    """The scheme for compressed-tensors in MXFP8, which has ModelOpt's names."""
 
     def __init__(self, layer_name: str) -> None:
         self.layer_name = layer_name
@@ -288,7 +289,7 @@ class ThunderMxFp8Scheme(_MxFp8Dense, CompressedTensorsW8A8Mxfp8):  # type: igno
         self, layer: Any, output_partition_sizes: list[int], input_size_per_partition: int,
         params_dtype: torch.dtype, weight_loader: Any, **options: Any,
     ) -> None:  # fmt: skip
-        """As vLLM's, without a kernel of vLLM's."""
+        """Create vLLM's parameters, without a kernel of vLLM."""
         layer.logical_widths, layer.params_dtype = output_partition_sizes, params_dtype
         n, k = sum(output_partition_sizes), input_size_per_partition
         _check_blocks(self.layer_name, k, MXFP8)
@@ -310,7 +311,7 @@ class ThunderMxFp8Scheme(_MxFp8Dense, CompressedTensorsW8A8Mxfp8):  # type: igno
 
 
 def _is_read_by_its_model(layer: Any) -> bool:
-    """Whether the code of a model takes the weight of a layer that it has marked, not the layer's product."""
+    """True if the code of a model reads the layer's weight itself, which the model has marked so."""
     return bool(getattr(layer, "_retain_weight_for_gather", False) or getattr(layer, "is_bmm", False))
 
 
@@ -323,15 +324,14 @@ def _refuse_read_by_its_model(layer: Any, layer_name: str) -> None:
 
 
 class _NoKernel:
-    """Where vLLM's class asks its kernel for the form of inputs: 16 bits."""
+    """A stand-in for vLLM's kernel, which vLLM's class asks for the format of inputs: 16 bits."""
 
     def input_quant_key(self) -> None:
         return None
 
 
 def _check_blocks(layer_name: str, k: int, format: BlockFormat) -> None:
-    """Raises a ValueError for input features of a rank that blocks of scales do not fit, as vLLM's methods for ModelOpt
-    do."""
+    """Raises a ValueError if a rank's input features are not whole blocks, like vLLM's methods for ModelOpt."""
     if k % format.block_size:
         raise ValueError(
             f"{layer_name!r}: got {k} input features on this rank, wanted a multiple of {format.block_size}:"

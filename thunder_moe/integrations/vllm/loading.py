@@ -1,4 +1,4 @@
-"""Parameters of vLLM's layers between its loaders and our kernels: were they loaded, and may they be loaded again.
+"""Checks that vLLM has loaded the parameters of a layer for our kernels, and refuses reloads that would be wrong.
 Called by methods and linears; calls vLLM's parameters.
 """
 
@@ -19,14 +19,15 @@ from thunder_moe.formats.mxfp8 import E8M0_NAN, MAX_SCALE
 __all__ = ["mark_unloaded", "refuse_reload", "replace", "require_decoded_scales", "require_loaded"]
 
 
-# What rows of 4-bit codes, which have no NaN, begin with while nothing is loaded; others by a chance of 2**-64.
+# Marks the beginning of unloaded rows of 4-bit codes, which have no NaN. Loaded rows have it with probability 2**-64.
 _NO_CODES = 0x5A3C96E1D70B482F
 _NO_CHECKPOINTS = ("sharded_state", "runai_streamer_sharded")
 
 
 def mark_unloaded(layer: Any, *names: str) -> None:
-    """Fills parameters with NaN, and 4-bit codes with a pattern: vLLM makes them of uninitialized memory and does not
-    check for quantized models whether a checkpoint has them all."""
+    """Fills parameters with NaN, and 4-bit codes with a pattern, so that `require_loaded` finds missing ones.
+
+    vLLM makes them of uninitialized memory, and does not check that a checkpoint has all of a quantized model's."""
     for name in names:
         data = getattr(layer, name).data
         if data.dtype == torch.float8_e4m3fn:
@@ -40,15 +41,15 @@ def mark_unloaded(layer: Any, *names: str) -> None:
 
 
 def require_loaded(layer: Any, layer_name: str, what: str, *names: str) -> None:
-    """Raises a ValueError where parameters hold NaN or what no scale can be, or are not in the checkpoint.
+    """Raises a ValueError if parameters have NaN or invalid scales, or are missing in the checkpoint.
 
-    Weights of --load-format dummy are taken as they are, and those of sharded_state are refused: vLLM saves what is in
-    memory, in the layout of the kernels, and has it processed once more after loading.
+    Weights of --load-format dummy are not checked. Weights of sharded_state are refused: vLLM saves them in the layout
+    of the kernels, and processes them a second time after loading.
 
     Args:
         layer: vLLM's layer.
         layer_name: for the message.
-        what: its dim 0, for the message.
+        what: a word for dim 0 of the parameters, for the message.
         names: of parameters.
     """
     require_whole_reload(layer, layer_name)
@@ -63,15 +64,19 @@ def require_loaded(layer: Any, layer_name: str, what: str, *names: str) -> None:
             return
     for name in names:
         data = getattr(layer, name).data
-        # Experts one at a time, for which memory is enough.
-        wrong = torch.stack([_is_wrong(name, each).any() for each in data]) if data.ndim > 2 else _is_wrong(name, data)
+        # Experts are checked one at a time, to save memory.
+        wrong = (
+            torch.stack([_is_invalid(name, expert).any() for expert in data])
+            if data.ndim > 2
+            else _is_invalid(name, data)
+        )
         if wrong.ndim > 1:
             wrong = wrong.any(1)
         if bool(wrong.any()):
             which = wrong.nonzero().flatten().tolist()
             listed = f"{which[:8]} and {len(which) - 8} more" if len(which) > 8 else str(which)
             raise ValueError(
-                f"{name}: {_how(name, data)}missing in the checkpoint for {what} {listed} (of this rank) of"
+                f"{name}: {_invalid_values(name, data)}missing in the checkpoint for {what} {listed} (of this rank) of"
                 f" {layer_name!r}"
             )
 
@@ -85,14 +90,14 @@ def _is_scale(name: str) -> bool:
     return name.endswith(("scale", "scale_2"))
 
 
-def _how(name: str, data: Tensor) -> str:
-    """What values of a parameter may be, to be wrong; the beginning of a list."""
+def _invalid_values(name: str, data: Tensor) -> str:
+    """Return the kinds of invalid values of a parameter, as the beginning of a list."""
     if _is_scale(name) and data.dtype != torch.uint8:
         return "NaN, negative or " if data.dtype == torch.float8_e4m3fn else "NaN, infinite, zero, negative or "
     return "" if data.dtype == torch.uint8 and not _is_scale(name) else "NaN or "
 
 
-def _is_wrong(name: str, data: Tensor) -> Tensor:
+def _is_invalid(name: str, data: Tensor) -> Tensor:
     if data.dtype == torch.uint8:
         return data == E8M0_NAN if _is_scale(name) else data.view(torch.int64)[..., :1] == _NO_CODES
     if data.dtype == torch.float8_e4m3fn:
@@ -104,7 +109,7 @@ def _is_wrong(name: str, data: Tensor) -> Tensor:
 
 
 def require_decoded_scales(layer: Any, layer_name: str, *names: str) -> None:
-    """Raises a ValueError for E8M0 scales that the CUDA kernels read as NaN: they decode weights times 2**-32."""
+    """Raises a ValueError for E8M0 scales that the CUDA kernels, which decode weights times 2**-32, read as NaN."""
     for name in names:
         largest = int(getattr(layer, name).data.view(torch.uint8).max())
         if largest > MAX_SCALE:
@@ -115,18 +120,18 @@ def require_decoded_scales(layer: Any, layer_name: str, *names: str) -> None:
 
 
 def require_whole_reload(layer: Any, layer_name: str) -> None:
-    """Raises a ValueError where a reload has brought a part of a layer: vLLM loads into uninitialized memory."""
+    """Raises a ValueError if a reload has loaded a part of a layer, because vLLM loads into uninitialized memory."""
     info = get_layerwise_info(layer)
-    if info.kernel_tensors is None:  # the first load, of which `require_loaded` knows
+    if info.kernel_tensors is None:  # the first load, which `require_loaded` checks
         return
-    came = {name for name, _ in info.loaded_weights}
-    # vLLM loads some tensors into the memory that they have: biases of linears, of the router. Many checkpoints have no
-    # scales of 4-bit activations.
+    loaded = {name for name, _ in info.loaded_weights}
+    # vLLM loads some tensors in place: biases of linears and of the router. Many checkpoints lack the scales of 4-bit
+    # activations.
     wanted = sum(
         parameter.numel()
         for name, parameter in layer._parameters.items()
         if parameter is not None
-        and (name in came or not (name in SKIP_TENSORS or name.startswith("input") or "_input_" in name))
+        and (name in loaded or not (name in SKIP_TENSORS or name.startswith("input") or "_input_" in name))
     )
     if info.load_numel < wanted:
         raise ValueError(
@@ -140,8 +145,8 @@ NO_RELOAD = {
 }
 
 
-class _NotReloaded(LayerReloadingInfo):  # type: ignore[misc]
-    """What vLLM knows of a layer, so that it asks here when a reload begins."""
+class _RefusedReload(LayerReloadingInfo):  # type: ignore[misc]
+    """vLLM's record of a layer, which vLLM asks when a reload begins, and which refuses it."""
 
     option = ""
 
@@ -153,26 +158,26 @@ class _NotReloaded(LayerReloadingInfo):  # type: ignore[misc]
 
 
 def refuse_reload(layer: Any, option: str) -> None:
-    """Makes a reload of this layer's experts an error: vLLM would compute with wrong weights.
+    """Makes a reload of this layer's experts an error, because vLLM would compute with wrong weights.
 
-    With adapters it looks for `base_layer.` in the names of a checkpoint's tensors, and does not process what has been
-    loaded. With EPLB it loads experts where they were first, and nothing here tells which of them are on their way.
+    With adapters vLLM looks for `base_layer.` in the names of a checkpoint's tensors, and does not process the loaded
+    tensors. With EPLB it loads experts to their first places, and nothing tells which experts have moved.
 
     Args:
         layer: vLLM's layer.
         option: of vLLM, a key of `NO_RELOAD`.
     """
     info = get_layerwise_info(layer)
-    refusing = _NotReloaded(restore_metadata=info.restore_metadata, restore_device=info.restore_device)
+    refusing = _RefusedReload(restore_metadata=info.restore_metadata, restore_device=info.restore_device)
     refusing.option = option
     LAYERWISE_INFO[layer] = refusing
 
 
 def replace(layer: Any, layer_name: str, name: str, tensor: Tensor) -> None:
-    """Puts a tensor in the form of our kernels where a loaded parameter was, or in a new one.
+    """Replaces a loaded parameter by a tensor in the layout of our kernels, or adds a parameter.
 
-    vLLM's reload_weights loads into parameters as they were made, has them processed again and copies the result into
-    these. Loading into these is an error: they have another layout, or another shape.
+    vLLM's reload_weights loads into parameters of the original form, has them processed again and copies the result
+    into the replaced ones. Loading into these directly is an error: they have another layout, or another shape.
     """
     if tensor is not getattr(getattr(layer, name, None), "data", None):
         replace_parameter(layer, name, tensor)

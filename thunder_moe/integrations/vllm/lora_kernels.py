@@ -1,9 +1,9 @@
-"""Triton kernels for the adapters of few tokens: a program for each (token, expert), where grouped GEMMs are launches.
+"""Triton kernels for the adapters of few tokens: a program for each (token, expert), with fewer launches than GEMMs.
 Called by lora; calls Triton, which vLLM has on CUDA. Nothing here synchronises with the host.
 
-    shrink          (T or M, K), A (S, E, R, K) -> float32 (P, T * A, R)
-    expand_rows     adds B (S, E, N, R) times that to rows (M, P * N)
-    expand_tokens   adds B (S, E, N, R) times that, times the router's weights, to (T, N)
+    shrink          (T or M, K), A (S, E, R, K) -> inner, float32 (P, T * A, R)
+    expand_rows     adds B (S, E, N, R) times inner to rows (M, P * N)
+    expand_tokens   adds B (S, E, N, R) times inner, times the router's weights, to (T, N)
 
 Legend: T tokens, A = top_k, slot = t * A + a, M rows sorted by expert, E experts, S adapters, R rank, P parts (gate and
 up).
@@ -20,12 +20,12 @@ __all__ = ["expand_rows", "expand_tokens", "shrink"]
 
 
 def _width(ranks: int) -> int:
-    """Columns of A at a time, by 8 warps: as many as their registers hold."""
+    """Return the columns of A that 8 warps read at a time, as many as their registers hold."""
     return min(1024, max(32, 16384 // ranks))
 
 
 def _columns(ranks: int) -> int:
-    """Rows of B of a program, likewise of 4 warps."""
+    """Return the rows of B that a program of 4 warps reads, as many as their registers hold."""
     return min(128, max(16, 8192 // ranks))
 
 
@@ -109,13 +109,13 @@ def _expand_tokens(
 
 
 def shrink(x: Tensor, row_of_slot: Tensor | None, ids: Tensor, adapters: Tensor, a: tuple[Tensor, ...]) -> Tensor:
-    """x times A of each slot's adapter and expert -> float32 (P, T * A, R); slots without either stay uninitialized.
+    """Multiply x by A of each slot's adapter and expert -> float32 (P, T * A, R); other slots stay uninitialized.
 
     Args:
         x: (T, K), or with row_of_slot (M, K), contiguous.
         row_of_slot: int32 (T, A), or None.
         ids: int32 (T, A), -1 for none.
-        adapters: int32 or int64 (T,), anything outside of [0, S) for none.
+        adapters: int32 or int64 (T,); numbers outside of [0, S) mean none.
         a: P tensors (S, E or 1, R, K), contiguous.
     """
     (loaded, _, rank, k), (tokens, top_k) = a[0].shape, ids.shape
@@ -131,8 +131,9 @@ def shrink(x: Tensor, row_of_slot: Tensor | None, ids: Tensor, adapters: Tensor,
 def expand_rows(
     out: Tensor, inner: Tensor, row_of_slot: Tensor, ids: Tensor, adapters: Tensor, b: tuple[Tensor, ...]
 ) -> None:
-    """Adds B times `inner` to the rows (M, P * N) of the slots, in place; B may be each second row of a tensor. The
-    rest as in `shrink`."""
+    """Adds B times `inner` to the rows (M, P * N) of the slots, in place; B may have every second row of a tensor.
+
+    The other arguments are as in `shrink`."""
     (loaded, _, n, rank), (tokens, top_k) = b[0].shape, ids.shape
     ranks = triton.next_power_of_2(rank)
     _expand_rows[(tokens * top_k, triton.cdiv(n, _columns(ranks)), len(b))](
@@ -142,8 +143,9 @@ def expand_rows(
 
 
 def expand_tokens(out: Tensor, inner: Tensor, weights: Tensor, ids: Tensor, adapters: Tensor, b: Tensor) -> None:
-    """Adds the sum over each token's slots of weights (T, A) times B times `inner` to out (T, N), in place; its rows
-    may be those of a wider tensor."""
+    """Adds the sum over each token's slots of weights (T, A) times B times `inner` to out (T, N), in place.
+
+    `out` may have columns of a wider tensor."""
     (loaded, _, n, rank), (tokens, top_k) = b.shape, ids.shape
     ranks = triton.next_power_of_2(rank)
     _expand_tokens[(tokens, triton.cdiv(n, _columns(ranks)))](
@@ -153,5 +155,5 @@ def expand_tokens(out: Tensor, inner: Tensor, weights: Tensor, ids: Tensor, adap
 
 
 def _strides(weight: Tensor) -> tuple[int, int]:
-    """Of an adapter and of an expert, 0 where the experts share one."""
+    """Return the strides of an adapter and of an expert, 0 if the experts share one matrix."""
     return weight.stride(0), weight.stride(1) if weight.shape[1] > 1 else 0

@@ -2,11 +2,11 @@
 Called by lora; calls Triton, which vLLM has on CUDA. Nothing here synchronises with the host.
 
     blocks          ends of the pairs' rows -> the pair and the first row of each block of rows
-    shrink          (T or M, K), A (S, E, R, K) -> (P, M, R)
-    expand_rows     adds B (S, E, N, R) times that to rows (M, P * N) that are sorted by expert
-    expand          B (S, E, N, R) times that, times the router's weights -> (M, N)
+    shrink          (T or M, K), A (S, E, R, K) -> inner, (P, M, R)
+    expand_rows     adds B (S, E, N, R) times inner to rows (M, P * N) that are sorted by expert
+    expand          B (S, E, N, R) times inner, times the router's weights -> (M, N)
 
-Each block's rows have one adapter and one expert, so that both are read once for all of them.
+The rows of a block have one adapter and one expert, whose matrices are read once for all of them.
 
 Legend: T tokens, A = top_k, slot = t * A + a, M rows sorted by pair, E experts, S adapters, R rank, P parts (gate and
 up).
@@ -47,7 +47,7 @@ class Blocks(NamedTuple):
 
 
 def blocks(ends: Tensor, row_slot: Tensor, experts: int) -> Blocks:
-    """The blocks of rows; as many as the worst routing needs, so that their number is known to the host.
+    """Return the blocks of rows, as many as the worst routing needs, so that the host knows their number.
 
     Args:
         ends: int32 (S * E,), cumulative row ends.
@@ -137,7 +137,7 @@ def _expand(
 
 
 def shrink(x: Tensor, where: Blocks, top_k: int, row_of_slot: Tensor | None, a: tuple[Tensor, ...]) -> Tensor:
-    """x times A of each row's pair -> (P, M, R) of A's dtype; rows of no pair stay uninitialized.
+    """Multiply x by A of each row's pair -> (P, M, R) of A's dtype; rows without a pair stay uninitialized.
 
     Args:
         x: (T, K), or with row_of_slot (M, K), contiguous.
@@ -158,13 +158,14 @@ def shrink(x: Tensor, where: Blocks, top_k: int, row_of_slot: Tensor | None, a: 
 
 
 def expand_rows(out: Tensor, inner: Tensor, where: Blocks, row_of_slot: Tensor, b: tuple[Tensor, ...]) -> None:
-    """Adds B times `inner` to the rows (M, P * N) of the slots, in place; b are P tensors (S, E or 1, N, R), each of
-    which may be each second row of a tensor."""
+    """Adds B times `inner` to the rows (M, P * N) of the slots, in place.
+
+    `b` are P tensors (S, E or 1, N, R); each may have every second row of a tensor."""
     _launch(out, inner, where, inner, row_of_slot, b, True)
 
 
 def expand(inner: Tensor, where: Blocks, weights: Tensor, b: Tensor) -> Tensor:
-    """B (S, E or 1, N, R) times `inner` (1, M, R), times the weights (T, A) of the slots -> (M, N) of B's dtype."""
+    """Multiply `inner` (1, M, R) by B (S, E or 1, N, R) and the slots' weights (T, A) -> (M, N) of B's dtype."""
     out = b.new_empty(inner.shape[1], b.shape[2])
     _launch(out, inner, where, weights, where.row_slot, (b,), False)
     return out
@@ -182,10 +183,10 @@ def _launch(
 
 
 def _ranks(rank: int) -> int:
-    """A tensor core's product has 16 of them at least."""
+    """Return the padded rank of a tensor core's product, which is at least 16."""
     return max(16, int(triton.next_power_of_2(rank)))
 
 
 def _strides(weight: Tensor) -> tuple[int, int]:
-    """Of an adapter and of an expert, 0 where the experts share one."""
+    """Return the strides of an adapter and of an expert, 0 if the experts share one matrix."""
     return weight.stride(0), weight.stride(1) if weight.shape[1] > 1 else 0

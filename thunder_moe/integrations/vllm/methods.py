@@ -1,5 +1,5 @@
-"""vLLM's methods for the experts of NVFP4 and MXFP8 checkpoints, with our kernels: they take what vLLM has loaded.
-Called by configs; calls experts to run, and vLLM's own method where `experts.why_not` gives a reason.
+"""vLLM's methods for the experts of NVFP4 and MXFP8 checkpoints, with our kernels on the parameters that vLLM loads.
+Called by configs; calls experts to run, and vLLM's own method if `experts.unsupported_reason` returns a reason.
 
 Legend: E experts of this rank, I intermediate_size of this rank, H hidden_size.
 """
@@ -39,8 +39,8 @@ from vllm.platforms import current_platform
 from thunder_moe.formats.block_format import MXFP8, NVFP4, BlockFormat
 from thunder_moe.formats.weight import MXFP8Weight, NVFP4Weight, PackedWeight, joined
 from thunder_moe.integrations.vllm.batched import ThunderBatchedExperts
-from thunder_moe.integrations.vllm.experts import FIELDS, ThunderExperts, why_not
-from thunder_moe.integrations.vllm.graphs import note
+from thunder_moe.integrations.vllm.experts import FIELDS, ThunderExperts, unsupported_reason
+from thunder_moe.integrations.vllm.graphs import record_choice
 from thunder_moe.integrations.vllm.loading import (
     mark_unloaded,
     refuse_reload,
@@ -48,7 +48,7 @@ from thunder_moe.integrations.vllm.loading import (
     require_decoded_scales,
     require_loaded,
 )
-from thunder_moe.integrations.vllm.lora import experts_class, why_no_adapters
+from thunder_moe.integrations.vllm.lora import adapters_unsupported_reason, experts_class
 from thunder_moe.kernels.select import lay_out
 
 __all__ = [
@@ -67,18 +67,18 @@ logger = init_logger("vllm.thunder_moe")
 
 
 def modelopt_method(quant_config: ModelOptNvFp4Config, moe_config: FusedMoEConfig) -> FusedMoEMethodBase:
-    """Our method for the experts of a ModelOpt checkpoint, or vLLM's where ours cannot run them."""
-    reason = _why_not(moe_config)
+    """Return our method for the experts of a ModelOpt checkpoint in NVFP4, or vLLM's if ours cannot run them."""
+    reason = _unsupported_reason(moe_config)
     if reason is None and quant_config.moe_activation_override is not None:
         reason = "4-bit activations are asked for by quantization_config.moe.activation"
-    if _say_who_runs(reason):
+    if _decide_and_log(reason):
         return ModelOptThunderMoEMethod(quant_config, moe_config)
     return ModelOptNvFp4FusedMoE(quant_config=quant_config, moe_config=moe_config)
 
 
 def mxfp8_method(quant_config: ModelOptMxFp8Config, moe_config: FusedMoEConfig) -> FusedMoEMethodBase:
-    """The same for a ModelOpt checkpoint with experts in MXFP8."""
-    if _say_who_runs(_why_not(moe_config, MXFP8), MXFP8):
+    """Return our method for the experts of a ModelOpt checkpoint in MXFP8, or vLLM's if ours cannot run them."""
+    if _decide_and_log(_unsupported_reason(moe_config, MXFP8), MXFP8):
         return ModelOptThunderMxFp8MoEMethod(quant_config, moe_config)
     return ModelOptMxFp8FusedMoE(quant_config=quant_config, moe_config=moe_config)
 
@@ -86,23 +86,29 @@ def mxfp8_method(quant_config: ModelOptMxFp8Config, moe_config: FusedMoEConfig) 
 def compressed_tensors_method(
     moe_config: FusedMoEConfig, layer_name: str, inputs: Any, reason: str | None = None
 ) -> FusedMoEMethodBase:
-    """The same for a checkpoint of compressed-tensors; `inputs`: how it quantizes activations, None if not at all;
-    `reason`: why ours cannot load it, None if it can."""
-    if _say_who_runs(reason or _why_not(moe_config)):
+    """Return our method for the experts of compressed-tensors in NVFP4, or vLLM's if ours cannot run them.
+
+    Args:
+        moe_config: vLLM's, of the layer.
+        layer_name: for vLLM's method.
+        inputs: the checkpoint's quantization of activations, or None.
+        reason: why our method cannot load the checkpoint; None if it can.
+    """
+    if _decide_and_log(reason or _unsupported_reason(moe_config)):
         return CompressedTensorsThunderMoEMethod(moe_config)
     return CompressedTensorsNvfp4MoEMethod(moe_config, layer_name, use_a16=inputs is None)
 
 
 def compressed_tensors_mxfp8_method(moe_config: FusedMoEConfig, reason: str | None = None) -> FusedMoEMethodBase:
-    """The same for experts in MXFP8."""
-    if _say_who_runs(reason or _why_not(moe_config, MXFP8), MXFP8):
+    """Return our method for the experts of compressed-tensors in MXFP8, or vLLM's if ours cannot run them."""
+    if _decide_and_log(reason or _unsupported_reason(moe_config, MXFP8), MXFP8):
         return CompressedTensorsThunderMxFp8MoEMethod(moe_config)
     return CompressedTensorsMxFp8MoEMethod(moe_config)
 
 
-def _why_not(moe_config: FusedMoEConfig, format: BlockFormat = NVFP4) -> str | None:
-    reason = why_not(moe_config, _experts_class(moe_config), format)
-    return why_no_adapters(moe_config) if reason is None else reason
+def _unsupported_reason(moe_config: FusedMoEConfig, format: BlockFormat = NVFP4) -> str | None:
+    reason = unsupported_reason(moe_config, _experts_class(moe_config), format)
+    return adapters_unsupported_reason(moe_config) if reason is None else reason
 
 
 def _experts_class(moe_config: FusedMoEConfig) -> type[ThunderExperts]:
@@ -110,10 +116,10 @@ def _experts_class(moe_config: FusedMoEConfig) -> type[ThunderExperts]:
     return ThunderBatchedExperts if batched else experts_class(moe_config)
 
 
-def _say_who_runs(reason: str | None, format: BlockFormat = NVFP4) -> bool:
-    """Whether there is no reason against it; one line of the log says which kernels run, and why."""
+def _decide_and_log(reason: str | None, format: BlockFormat = NVFP4) -> bool:
+    """True if there is no reason against our kernels; logs the decision and its reason."""
     name = format.name.upper()
-    note("experts", format, reason is None)
+    record_choice("experts", format, reason is None)
     if reason is None:
         logger.info_once("%s experts run on the kernels of thunder_moe (THUNDER_MOE_VLLM=0 turns them off).", name)
     else:
@@ -122,7 +128,7 @@ def _say_who_runs(reason: str | None, format: BlockFormat = NVFP4) -> bool:
 
 
 class _ThunderMethod(FusedMoEMethodBase):  # type: ignore[misc]
-    """What the methods share: from loaded tensors to experts that run."""
+    """The base of the methods, which makes experts of loaded tensors."""
 
     supports_pre_processed_weights = False
     uses_weight_scale_2 = False
@@ -135,7 +141,7 @@ class _ThunderMethod(FusedMoEMethodBase):  # type: ignore[misc]
 
     @property
     def supports_eplb(self) -> bool:
-        """All tensors are expert-major and the kernels read the parameters themselves, which EPLB overwrites."""
+        """Return True: tensors are expert-major, and the kernels read the parameters that EPLB overwrites."""
         return True
 
     def get_fused_moe_quant_config(self, layer: Any) -> FusedMoEQuantConfig:
@@ -154,7 +160,7 @@ class _ThunderMethod(FusedMoEMethodBase):  # type: ignore[misc]
         return ("w13_bias", "w2_bias") if self.moe.has_bias else ()
 
     def _create_biases(self, layer: Any, dtype: torch.dtype, **attributes: Any) -> None:
-        """w13_bias (E, 2I) and w2_bias (E, H), which vLLM's NVFP4 and MXFP8 methods have none of."""
+        """Register w13_bias (E, 2I) and w2_bias (E, H), which vLLM's NVFP4 and MXFP8 methods lack."""
         for name in self._biases:
             experts, features = getattr(layer, f"{name.removesuffix('bias')}weight_scale").shape[:2]
             bias = torch.nn.Parameter(torch.full((experts, features), torch.nan, dtype=dtype), requires_grad=False)
@@ -162,7 +168,7 @@ class _ThunderMethod(FusedMoEMethodBase):  # type: ignore[misc]
             set_weight_attrs(bias, attributes)
 
     def _build(self, layer: Any, gate_up_scale: Tensor | None, down_scale: Tensor | None) -> None:
-        """Puts the weights into the layout of the device's kernels and makes the experts of them.
+        """Converts the weights to the layout of the device's kernels, and makes the experts.
 
         Args:
             layer: vLLM's RoutedExperts, whose w13_weight, w13_weight_scale, w2_weight and w2_weight_scale are loaded.
@@ -194,7 +200,7 @@ class _ThunderMethod(FusedMoEMethodBase):  # type: ignore[misc]
         for name in self._biases:
             replace(layer, layer.layer_name, name, getattr(layer, name).data)
         if self.moe_kernel is not None:
-            return  # a reload: vLLM copies these parameters into the first ones and puts those back
+            return  # a reload: vLLM copies these parameters into the first ones and restores those
         self.moe_quant_config = self.get_fused_moe_quant_config(layer)
         prepare_finalize = maybe_make_prepare_finalize(
             moe=self.moe, quant_config=self.moe_quant_config, routing_tables=layer._expert_routing_tables(),
@@ -218,7 +224,7 @@ class _ThunderMethod(FusedMoEMethodBase):  # type: ignore[misc]
         return kind(**options)
 
     def maybe_roundup_sizes(self, hidden_size: int, *args: Any) -> tuple[int, int]:
-        """Sizes that an exchange of tokens wants padded are an error: padded weights would not have been loaded."""
+        """Raise a ValueError if an exchange of tokens needs padded sizes: vLLM would not load padded weights."""
         rounded: tuple[int, int] = super().maybe_roundup_sizes(hidden_size, *args)
         if rounded != (hidden_size, args[0]):
             backend = self.moe.moe_parallel_config.all2all_backend
@@ -228,10 +234,10 @@ class _ThunderMethod(FusedMoEMethodBase):  # type: ignore[misc]
         return rounded
 
     def _row_scales(self, layer: Any, scales: Tensor) -> Tensor:
-        """Decode scales (E, 2) of gate and up -> (E,) where each expert has one, else (E, 2I).
+        """Return the decode scales (E, 2) of gate and up as (E,) if each expert's are equal, else as (E, 2I).
 
-        EPLB moves experts between ranks, whose tensors must then have the same shapes; what is loaded again goes into
-        the memory of what was there.
+        The shape must not depend on the values with EPLB, which moves experts between ranks, nor in a reload, which
+        writes into the memory of the first load.
         """
         equal = bool((scales[:, 0] == scales[:, 1]).all())
         if self.moe_kernel is None:
@@ -247,12 +253,12 @@ class _ThunderMethod(FusedMoEMethodBase):  # type: ignore[misc]
 
 
 def _gate_then_up(rows: Tensor) -> Tensor:
-    """(E, 2I, ...), rows of gate and up in turns -> the same with those of gate first."""
+    """Sort alternating rows of gate and up (E, 2I, ...) into gate's rows, then up's."""
     return joined((rows[:, ::2], rows[:, 1::2]), 1)
 
 
 class ModelOptThunderMoEMethod(_ThunderMethod, ModelOptNvFp4FusedMoE):  # type: ignore[misc]
-    """For ModelOpt's names. vLLM's loaders look for "ModelOpt" in the name of this class."""
+    """The method for ModelOpt's checkpoints in NVFP4. vLLM's loaders look for "ModelOpt" in the name of this class."""
 
     _PARAMETERS = (
         "w13_weight", "w2_weight", "w13_weight_scale", "w2_weight_scale", "w13_weight_scale_2", "w2_weight_scale_2",
@@ -269,14 +275,15 @@ class ModelOptThunderMoEMethod(_ThunderMethod, ModelOptNvFp4FusedMoE):  # type: 
 
     def process_weights_after_loading(self, layer: Any) -> None:
         require_loaded(layer, layer.layer_name, "experts", *self._PARAMETERS, *self._biases)
-        for name in ("w13_input_scale", "w2_input_scale"):  # of 4-bit activations, which there are none of
+        for name in ("w13_input_scale", "w2_input_scale"):  # scales of 4-bit activations, which are not used
             replace_parameter(layer, name, None)
         self._build(layer, layer.w13_weight_scale_2.data, layer.w2_weight_scale_2.data)
 
 
 class _MxFp8Method(_ThunderMethod):
-    """For E4M3 codes, of which a checkpoint may have no NaN, and E8M0 scales for blocks of 32: ModelOpt and
-    compressed-tensors have the same names for them."""
+    """The base of the methods in MXFP8, E4M3 codes without NaN and E8M0 scales for blocks of 32.
+
+    ModelOpt and compressed-tensors have the same names for them."""
 
     _format = MXFP8
     _PARAMETERS = ("w13_weight", "w2_weight", "w13_weight_scale", "w2_weight_scale")
@@ -304,7 +311,7 @@ class _MxFp8Method(_ThunderMethod):
 
 
 class ModelOptThunderMxFp8MoEMethod(_MxFp8Method, ModelOptMxFp8FusedMoE):  # type: ignore[misc]
-    """For ModelOpt's checkpoints in MXFP8. vLLM's loaders look for "ModelOpt" in the name of this class."""
+    """The method for ModelOpt's checkpoints in MXFP8. vLLM's loaders look for "ModelOpt" in the name of this class."""
 
     def __init__(self, quant_config: ModelOptMxFp8Config, moe_config: FusedMoEConfig) -> None:
         FusedMoEMethodBase.__init__(self, moe_config)
@@ -312,14 +319,14 @@ class ModelOptThunderMxFp8MoEMethod(_MxFp8Method, ModelOptMxFp8FusedMoE):  # typ
 
 
 class CompressedTensorsThunderMxFp8MoEMethod(_MxFp8Method, CompressedTensorsMxFp8MoEMethod):  # type: ignore[misc]
-    """For those of compressed-tensors."""
+    """The method for compressed-tensors in MXFP8."""
 
     def __init__(self, moe_config: FusedMoEConfig) -> None:
         FusedMoEMethodBase.__init__(self, moe_config)
 
 
 class CompressedTensorsThunderMoEMethod(_ThunderMethod, CompressedTensorsNvfp4MoEMethod):  # type: ignore[misc]
-    """For compressed-tensors' names; its global scales encode, so they divide."""
+    """The method for compressed-tensors in NVFP4, whose global scales encode: their inverse multiplies."""
 
     _PARAMETERS = (
         "w13_weight_packed", "w2_weight_packed", "w13_weight_scale", "w2_weight_scale", "w13_weight_global_scale",

@@ -1,5 +1,5 @@
-"""What each block of experts of a model loses in each number format, and the choice within a budget; re-exports alone.
-Called by users and the command line; calls its modules. `load_formats` reads a choice for `quantize_`.
+"""Measures the loss of a model with each block of experts in each number format, and chooses formats within a budget.
+Called by users and the command line; re-exports alone. `load_formats` reads a choice for `quantize_`.
 """
 
 from thunder_moe.tools.sensitivity.budget import Choice, choose_formats

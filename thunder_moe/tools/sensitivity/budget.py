@@ -1,8 +1,7 @@
-"""The choice of a format per block that costs least loss within a budget of bytes.
+"""Chooses a format for each block with the least increase of the loss within a budget of bytes.
 Called by the command line and users; calls nothing.
 
-A multiple-choice knapsack, solved exactly: block by block, the choices so far that no other one beats in both bytes and
-loss.
+This is a multiple-choice knapsack, solved exactly: block by block, it keeps the Pareto front of bytes and loss.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ class Choice:
 
 
 class _Partial(NamedTuple):
-    """A choice for the first blocks: its bytes and loss, the format of the last, the choice before that."""
+    """A choice for the first blocks: its bytes and loss, the format of the last block, the choice for the others."""
 
     nbytes: int
     increase: float
@@ -40,20 +39,20 @@ class _Partial(NamedTuple):
 
 
 def choose_formats(found: Sensitivity, budget: float) -> Choice:
-    """The formats with the least sum of increases of the loss whose model fits a budget; of equal ones the smallest.
+    """Return the formats with the least sum of increases of the loss within a budget; of equal sums the smallest model.
 
-    Exact for that sum. That increases of blocks add up is an assumption: each was measured with all others in 16 bits.
-    An increase below 0 counts as measured.
+    The minimum of the sum is exact. The sum itself assumes that increases add up: each block was measured with all
+    others in 16 bits. An increase below 0 counts as measured.
 
     Args:
         found: the blocks, with the increases and the bytes of each format.
         budget: gigabytes (10^9 bytes) that all parameters and buffers of the model may take.
 
     Raises:
-        ValueError: the budget is below the smallest model, which the message tells.
+        ValueError: the budget is below the size of the smallest model; the message gives that size.
     """
     least = found.other_bytes + sum(min(block.nbytes.values()) for block in found.blocks)
-    limit = budget * 1e9 + 0.5  # a budget in bytes, divided, is what it was
+    limit = budget * 1e9 + 0.5  # restores a number of bytes that was divided by 1e9
     if not limit >= least:  # NaN, too
         raise ValueError(
             f"budget: got {budget:g} GB, wanted {_rounded_up(least)} GB or more: the model with each block in its"
@@ -94,7 +93,7 @@ def _formats(last: _Partial, blocks: tuple[BlockLoss, ...]) -> dict[str, str | N
 
 
 def _rounded_up(nbytes: int) -> str:
-    """Gigabytes with three digits or as many as a small model needs, that are enough."""
+    """Return gigabytes, rounded up to three digits or to as many as a small model needs."""
     digits = 3
     while nbytes and -(-nbytes * 10**digits // 10**9) < 100 and digits < 9:
         digits += 1

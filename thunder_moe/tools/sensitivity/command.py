@@ -69,7 +69,7 @@ def run(options: argparse.Namespace) -> str:
 
 
 def _output_files(output: Path) -> tuple[Path, Path]:
-    """The files to write, JSON and plot; an error before hours of work rather than after them."""
+    """Return the files to write, JSON and plot; an error before hours of work rather than after them."""
     folder = output.absolute().parent
     if not folder.is_dir():
         raise FileNotFoundError(f"--output: no folder {str(folder)!r}, wanted one that exists")

@@ -23,21 +23,21 @@ __all__ = ["format_of_path", "load_formats", "read_formats", "read_sensitivity",
 
 
 def load_formats(path: str | Path) -> Callable[[nn.Module, str], str | None]:
-    """The formats that ``python -m thunder_moe sensitivity --budget`` has written, as `quantize_` takes them.
+    """Return the formats that ``python -m thunder_moe sensitivity --budget`` has written, as `quantize_` takes them.
 
-    ``quantize_(model, format=load_formats("sensitivity.json"))``. Of dense layers that are no part of a block of the
-    file, which `linears` takes, the function says "nvfp4"; of parts of a block that stays 16-bit, None.
+    Use it as ``quantize_(model, format=load_formats("sensitivity.json"))``. Dense layers outside of the file's blocks,
+    which `linears` takes, get "nvfp4"; parts of a block that stays 16-bit get None.
 
     Args:
         path: of the file.
 
     Returns:
-        A function of a module and its qualified name that gives the name of a format, or None for 16 bits. It raises a
-        ValueError for experts that the file does not have: it is of another model.
+        A function of a module and its qualified name that returns the name of a format, or None for 16 bits. It raises
+        a ValueError for experts that the file does not have, because the file is of another model then.
 
     Raises:
-        FileNotFoundError: no such file.
-        ValueError: it is no such file, or one of a run without ``--budget``.
+        FileNotFoundError: the file does not exist.
+        ValueError: it is another file, or the file of a run without ``--budget``.
     """
     formats = read_formats(path)
 
@@ -57,11 +57,11 @@ def load_formats(path: str | Path) -> Callable[[nn.Module, str], str | None]:
 
 
 def read_formats(path: str | Path) -> dict[str, str | None]:
-    """Name of each block -> its format, None for 16 bits.
+    """Return the format of each block by its name, None for 16 bits.
 
     Raises:
-        FileNotFoundError: no such file.
-        ValueError: it is no such file, or one of a run without ``--budget``.
+        FileNotFoundError: the file does not exist.
+        ValueError: it is another file, or the file of a run without ``--budget``.
     """
     content = _read(path, "formats")
     formats = content.get("formats")
@@ -80,12 +80,12 @@ def read_formats(path: str | Path) -> dict[str, str | None]:
 
 
 def format_of_path(formats: dict[str, str | None], path: str) -> str | None:
-    """The format of a block by its path in a checkpoint, whose names before the last may differ from the model's.
+    """Return the format of a block by its path in a checkpoint, whose first names may differ from the model's.
 
-    Found by the same name, or by the same numbers in it and the same last part, where only one is like that.
+    A block is found by the same name, or else by the same numbers and the same last name, if only one block has these.
 
     Raises:
-        KeyError: none is.
+        KeyError: no block is found.
     """
     if path in formats:
         return formats[path]
@@ -100,7 +100,7 @@ def _key(name: str) -> tuple[tuple[str, ...], str]:
 
 
 def read_sensitivity(path: str | Path) -> tuple[Sensitivity, dict[str, Any]]:
-    """A measurement and what else is in its file.
+    """Return a measurement and what else is in its file.
 
     Raises:
         FileNotFoundError: no such file.

@@ -1,7 +1,7 @@
-"""The loss of a model with one block of experts at a time in a number format.
+"""Measures the loss of a model with one block of experts at a time in a number format.
 Called by the command line and users; calls choose for the blocks, formats.registry to round their weights.
 
-loss of the 16-bit model -> per block, per format: round its weights in place -> loss -> put the kept weights back
+loss of the 16-bit model -> per block, per format: round its weights in place -> loss -> restore the weights
 """
 
 from __future__ import annotations
@@ -121,11 +121,11 @@ def measure_sensitivity(
 
 @torch.no_grad()
 def measure_choice(model: nn.Module, windows: Tensor, formats: Mapping[str, str | None]) -> float:
-    """The loss of a model with all of a choice at once. Its weights stay rounded: the model has no other use after.
+    """Return the loss of a model with all formats of a choice. Its weights stay rounded: use another copy afterwards.
 
     Args:
         model: as in `measure_sensitivity`.
-        windows: likewise.
+        windows: as in `measure_sensitivity`.
         formats: name of each block that was measured -> its format, None for 16 bits.
     """
     for name, views in _weights(model, lambda module, name: name in formats, None).items():
@@ -136,7 +136,7 @@ def measure_choice(model: nn.Module, windows: Tensor, formats: Mapping[str, str 
 
 
 def _weights(model: nn.Module, filter: Selection | None, ignore: Patterns | None) -> dict[str, list[Tensor]]:
-    """The weights (E, N, K) of each block, views of the parameters."""
+    """Return the weights (E, N, K) of each block, views of the parameters."""
     chosen = choose_modules(model, filter=filter, ignore=ignore).chosen
     weights: dict[str, list[Tensor]] = {}
     owners: dict[nn.Parameter, str] = {}
@@ -153,31 +153,31 @@ def _weights(model: nn.Module, filter: Selection | None, ignore: Patterns | None
 
 
 def _fitting(views: list[Tensor]) -> list[NumberFormat]:
-    """The formats whose blocks divide all rows."""
+    """Return the formats whose blocks divide all rows."""
     return [format for format in FORMATS.values() if not any(view.shape[-1] % format.block_size for view in views)]
 
 
 @contextmanager
 def _rounded(views: list[Tensor], format: NumberFormat) -> Iterator[None]:
-    """Rounds weights to a format in place; afterwards they are what they were."""
-    kept = [view.clone() for view in views]
+    """Rounds weights to a format in place, and restores them at the end of the block."""
+    originals = [view.clone() for view in views]
     try:
-        for view, source in zip(views, kept, strict=True):
+        for view, source in zip(views, originals, strict=True):
             _round(view, source, format)
         yield
     finally:
-        for view, source in zip(views, kept, strict=True):
+        for view, source in zip(views, originals, strict=True):
             view.copy_(source)
 
 
 def _round(view: Tensor, source: Tensor, format: NumberFormat) -> None:
-    for expert in range(len(view)):  # each has scales of its own, and so little memory is needed
+    for expert in range(len(view)):  # one by one: each has its own scales, and this needs little memory
         packed = format.quantize(source[expert : expert + 1].contiguous())
         view[expert].copy_(format.dequantize(packed, source.dtype)[0])
 
 
 def _packed_bytes(view: Tensor, format: NumberFormat) -> int:
-    """The bytes of codes, scales and global scales of a weight."""
+    """Return the bytes of codes, scales and global scales of a weight."""
     row = torch.zeros(1, 1, view.shape[-1])
     codes, scale, per_expert = (0 if t is None else t.nbytes for t in _parts(format.quantize(row)))
     return view.shape[0] * (view.shape[1] * (codes + scale) + per_expert)
@@ -188,12 +188,12 @@ def _parts(packed: Any) -> tuple[Tensor, Tensor, Tensor | None]:
 
 
 def _all_bytes(model: nn.Module) -> int:
-    """Parameters and buffers, tied ones once."""
+    """Return the bytes of parameters and buffers; tied ones count once."""
     return sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
 
 
 def _losses(model: nn.Module, windows: Tensor, what: str) -> Tensor:
-    """The mean cross-entropy of each window, float64 (W,) on the CPU."""
+    """Return the mean cross-entropy of each window, float64 (W,) on the CPU."""
     device = next(model.parameters()).device
     losses = []
     for window in windows:

@@ -16,7 +16,7 @@ _COLOURS = {"nvfp4": "tab:orange", "mxfp8": "tab:blue", WIDE: "tab:gray"}
 
 
 def table(found: Sensitivity, formats: Mapping[str, str | None] | None = None) -> str:
-    """A line per block: megabytes and increase of the loss in each format, and which is chosen."""
+    """Return a line per block: megabytes and increase of the loss in each format, and which is chosen."""
     width = max(len("block"), *(len(block.name) for block in found.blocks))
     head = f"{'block':{width}}  {'16-bit MB':>10}"
     for name in FORMATS:
