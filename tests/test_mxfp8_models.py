@@ -16,7 +16,7 @@ from thunder_moe import dequantize_, mxfp8, quantize_
 from thunder_moe.dense_names import READ_TOGETHER_BY
 from thunder_moe.formats import nvfp4
 from thunder_moe.formats.mxfp8 import quantize
-from thunder_moe.nn.packed import NVFP4Module
+from thunder_moe.nn.packed import PackedModule
 
 OFFSETS = torch.tensor([2, 4, 4, 8], dtype=torch.int32)
 
@@ -49,7 +49,7 @@ def model(dtype=torch.float32):
 
 
 def formats(layer):
-    return {name: module.format_name for name, module in layer.named_modules() if isinstance(module, NVFP4Module)}
+    return {name: module.format_name for name, module in layer.named_modules() if isinstance(module, PackedModule)}
 
 
 ALL_LINEARS = dict(linears=lambda module, name: True)

@@ -41,7 +41,7 @@ def linear_alone(module_or_gemm, name):
 
 
 def expected_of(format):
-    """The numbers of the same model quantized beforehand, without a compiler."""
+    """Return the numbers of the same model quantized beforehand, without a compiler."""
     return quantize_(model(), format=format)(X, OFFSETS)
 
 

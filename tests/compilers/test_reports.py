@@ -55,7 +55,7 @@ WAYS = {
 
 
 def modules(compiled):
-    """The module that a compiled object runs."""
+    """Return the module that a compiled object runs."""
     for found in (compiled, getattr(compiled, "__self__", None), getattr(compiled, "_model", None)):
         if isinstance(found, nn.Module):
             return found

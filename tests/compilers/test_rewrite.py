@@ -67,7 +67,7 @@ def rows():
 
 
 def rounded(block):
-    """The block in fp32 with its weights rounded to NVFP4."""
+    """Return the block in fp32 with its weights rounded to NVFP4."""
     result = copy.deepcopy(block).float()
     for name in ("gate", "up", "gate_up", "static"):
         getattr(result, name).data.copy_(dequantize(quantize(getattr(block, name).detach().mT), torch.float32).mT)
@@ -76,7 +76,7 @@ def rounded(block):
 
 
 def decoded(model):
-    """The same model with its expert weights rounded to NVFP4: what a rewritten one has to compute."""
+    """Return the model with its expert weights rounded to NVFP4: a rewritten model has to compute the same."""
     return dequantize_(quantize_(copy.deepcopy(model)))
 
 

@@ -47,7 +47,7 @@ def cases(functions):
 
 
 def compiled(compiler, function):
-    """(the function compiled, its report's routers); Thunder rewrites nothing without a grouped GEMM beside it."""
+    """Return (the compiled function, its report's routers); Thunder needs a grouped GEMM to rewrite anything."""
     if compiler != "thunder":
         fast = compile_by(compiler, function)
         return fast, lambda: rewrite_report(fast).routers

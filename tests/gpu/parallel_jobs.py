@@ -24,7 +24,7 @@ from thunder_moe import (
     dequantize_,
     quantize_,
 )
-from thunder_moe.nn.packed import NVFP4Module
+from thunder_moe.nn.packed import PackedModule
 from thunder_moe.parallel import ExpertParallel, TensorParallel, expert_load
 
 H, FEATURES, E, A = 256, 256, 8, 3
@@ -78,7 +78,7 @@ def layer(format):
 def exact_of(module, device=DEVICE):
     """The module with the weights that its numbers stand for, in fp64."""
     exact = torch.nn.Sequential(copy.deepcopy(module).float())
-    if any(isinstance(part, NVFP4Module) for part in exact.modules()):
+    if any(isinstance(part, PackedModule) for part in exact.modules()):
         dequantize_(exact)
     return exact[0].double().to(device)
 

@@ -46,7 +46,7 @@ from thunder_moe.formats.nvfp4 import NVFP4Weight, quantize
 from thunder_moe.formats.weight import joined
 from thunder_moe.kernels import chains
 from thunder_moe.kernels.cuda import backend as cuda
-from thunder_moe.kernels.cuda import many_rows, nvrtc, operators, workspace
+from thunder_moe.kernels.cuda import nvrtc, operators, prefill, workspace
 from thunder_moe.kernels.cuda.configs import MEASURED, GemmConfig, Point, candidates
 from thunder_moe.kernels.cuda.plan import plan_gemm
 from thunder_moe.kernels.select import preferred_layout, use_backend
@@ -89,7 +89,7 @@ def kernel_layout(request, backend, monkeypatch):
     if config is not None:
         monkeypatch.setattr(operators, "plan_gemm", lambda spec, given=None: plan_gemm(spec, given or config))
     for operator in OPERATORS.values():  # what they know of earlier calls
-        monkeypatch.setattr(operator, "_recent", ())
+        monkeypatch.setattr(operator, "_mru", ())
     chains.clear()
     yield layout
     chains.clear()
@@ -492,7 +492,7 @@ def test_many_rows_of_linear_weights(backend, format, n, k):
     offsets = torch.tensor([500, 500, 1200, 1290], dtype=torch.int32)
     rows = torch.randn(1300, k, dtype=BF16)
     if torch.cuda.get_device_capability() == (9, 0):
-        assert many_rows.way("linear", weight.shape, format, 1300, (9, 0)) is not None
+        assert prefill.strategy("linear", weight.shape, format, 1300, (9, 0)) is not None
     operands_of = rows.cuda(), weight.to("cuda"), offsets.cuda()
     for kernel, oracle_of in ((cuda.grouped_mm, grouped_mm), (cuda.grouped_swiglu, grouped_swiglu)):
         kernel(*operands_of)

@@ -52,7 +52,7 @@ def captured(function):
 def test_linear_router(monkeypatch, name, tokens):
     monkeypatch.setattr(routing, "LINEAR_ROUTER_TOKENS", 4)
     chains.clear()
-    monkeypatch.setattr(OPERATORS["moe_linear_router"], "_recent", ())
+    monkeypatch.setattr(OPERATORS["moe_linear_router"], "_mru", ())
     logits, bias, options = make_router(name, tokens)
     hidden, weight = randn(tokens, 1032), randn(logits.shape[1], 1032) / 8
     linear_bias, bias = randn(logits.shape[1]), None if bias is None else bias.cuda()

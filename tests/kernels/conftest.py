@@ -47,23 +47,23 @@ def emulator():
 
 @pytest.fixture(scope="session")
 def adversary():
-    """The order of threads and the delays that the emulated device chooses; a test that changes it puts it back."""
+    """Return the emulated device's order of threads and delays; a test that changes it restores it."""
     return Adversary(late_copies=1, late_products=1, order=2)
 
 
 def late_result(argument):
-    """(address, bytes) of what a kernel takes for the result of the kernel before it; (None, 0) for none."""
+    """Return (address, bytes) of what a kernel takes for the result of the kernel before it; (None, 0) for none."""
     argument = getattr(argument, "gemm", argument)
-    if getattr(argument, "late_x", False):
+    if getattr(argument, "x_from_previous_kernel", False):
         return argument.x, 2 * argument.rows * argument.k
-    if getattr(argument, "late_rows", False):
+    if getattr(argument, "rows_from_previous_kernel", False):
         return argument.rows, 2 * argument.num_rows * argument.n
     return None, 0
 
 
 @pytest.fixture
 def emulated(emulator, adversary, monkeypatch):
-    """The backend on a device of three multiprocessors that run one block each."""
+    """Return the backend on a device of three multiprocessors that run one block each."""
 
     kernels, errors = [], []
 

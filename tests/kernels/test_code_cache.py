@@ -14,7 +14,7 @@ CONTENT = b"name\0" + bytes(range(256)) * 100
 
 @pytest.fixture
 def kept(tmp_path, monkeypatch):
-    """The file of KEY, with CONTENT."""
+    """Return the file of KEY, with CONTENT."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert code_cache.read(KEY) is None
     code_cache.write(KEY, CONTENT)

@@ -18,7 +18,7 @@ from thunder_moe import Llama4MoE, Llama4MoEConfig, quantize_
 from thunder_moe.kernels.cpu import backend, crossover
 from thunder_moe import weight_cache
 
-# Times choose a kernel, also those of a process beside this one; a child that chooses anew may round otherwise.
+# Measured times choose a kernel, so a child that measures again may round differently: fix the choice.
 crossover._read_or_measure = lambda *args: crossover.Limits()
 torch.manual_seed(0)
 model = quantize_(nn.Sequential(Llama4MoE(Llama4MoEConfig(64, 64, 4, top_k=2), dtype=torch.bfloat16)), linears=True)

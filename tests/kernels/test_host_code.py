@@ -28,7 +28,7 @@ def test_a_compiler_that_is_no_command_is_named(monkeypatch, value):
 
 @pytest.fixture
 def build(tmp_path, monkeypatch):
-    """Builds a library with a compiler that first does what a line of shell says."""
+    """Build a library with a compiler that first does what a line of shell says."""
     monkeypatch.setattr(host_code.tempfile, "tempdir", str(tmp_path / "temporary files"))
     (tmp_path / "temporary files").mkdir()
 

@@ -54,7 +54,7 @@ def test_falls_back_with_a_warning_that_says_why(monkeypatch):
 
 
 def test_each_device_has_its_own_answer(monkeypatch):
-    """Two GPUs of one machine, of which the kernels serve one, whichever is current."""
+    """The kernels serve one of two GPUs of a machine, with either of them current."""
     gpus, current = [torch.device("cuda", i) for i in range(2)], [1]
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: current[0])
@@ -102,7 +102,7 @@ def test_nothing_is_preferred_to_linear_where_our_kernels_cannot_run(monkeypatch
 
 
 def test_kernels_of_training(monkeypatch):
-    """They are those of the device whatever backend is asked for, except the reference."""
+    """A device's kernels of training run for any chosen backend, except the reference."""
     gpu, reason = torch.device("cuda", 0), [None]
     monkeypatch.setattr(cuda, "unavailable_reason", lambda device=None: reason[0])
     assert (training_kernels(gpu), training_kernels(CPU)) == (training, training_reference)

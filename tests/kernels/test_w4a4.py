@@ -29,7 +29,7 @@ E4M3 = sorted((decode_e4m3(bits), bits) for bits in range(127))
 
 
 def nearest(x: float, table: list[tuple[float, int]]) -> float:
-    """The value of the nearest code, the even one of two; x beyond the table saturates."""
+    """Return the value of the nearest code, the even one of two; x beyond the table saturates."""
     return min(table, key=lambda entry: (abs(entry[0] - x), entry[1] % 2))[0]
 
 
@@ -38,7 +38,7 @@ def float32(x) -> torch.Tensor:
 
 
 def rounded(rows: torch.Tensor, amax: float | None = None) -> torch.Tensor:
-    """Rows after NVFP4, a block at a time, every operation of nv_grouped_block_quantize in float32."""
+    """Return rows rounded to NVFP4, a block at a time, by nv_grouped_block_quantize's operations in float32."""
     rows = rows.float()
     largest = rows.abs().max() if amax is None else float32(amax)
     encode = float32(2688.0) / largest
@@ -127,7 +127,8 @@ def test_grouped_swiglu(offsets, dtype):
 
 
 def test_options_of_the_fused_operators():
-    """Gathered rows, scales, biases and other activations: the rows are rounded, all else is as in the reference."""
+    """With gathered rows, scales, biases and other activations, the rows are rounded, and all else equals the
+    reference."""
     offsets = torch.tensor([1, 3, 3, 6], dtype=torch.int32)
     tokens, weight, _ = make(torch.float32, 3, n=32)
     row_slot = torch.tensor([3, 0, 5, 1, 2, 4], dtype=torch.int32)
@@ -157,7 +158,7 @@ def test_gradients_ignore_the_rounding(offsets):
 
 
 def test_use_backend_simulates_a_model():
-    """What Blackwell would compute: about 1.4 times the error of 4-bit weights alone."""
+    """A model computes what Blackwell would: about 1.4 times the error of 4-bit weights alone."""
     activation, weight, exact = make(torch.bfloat16, 16, n=64, k=64)
     offsets = torch.tensor([4, 8, 12, 16], dtype=torch.int32)
     with use_backend("w4a4"):

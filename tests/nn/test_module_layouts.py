@@ -1,6 +1,6 @@
-"""4-bit modules whose weights change their layout: whatever else holds the old or the new tensors computes the same, or
-fails. State dicts, ties, functional calls, compiled, exported and saved programs, moves to another device, dtypes of
-what is loaded. Called by pytest; judged by the same model in layout "linear".
+"""Tests 4-bit modules whose weights change their layout: other holders of old or new tensors compute the same, or fail.
+State dicts, ties, functional calls, compiled, exported and saved programs, moves to another device, dtypes of what is
+loaded. Called by pytest; judged by the same model in layout "linear".
 """
 
 import copy
@@ -40,7 +40,7 @@ X = torch.linspace(-3, 3, 2 * 5 * 128).sin().view(2, 5, 128).to(BF16)
 
 @pytest.fixture(params=PAIRS, ids="-".join)
 def pair(request):
-    """(layout before, layout after)."""
+    """Return (layout before, layout after)."""
     return request.param
 
 
@@ -486,7 +486,7 @@ def test_state_dicts_load_by_swap_tensors_after_a_forward(kind, assign):
 
 
 def replace_buffers(linear):
-    """As accelerate does when it moves a module's weights away."""
+    """Replace buffers like accelerate does when it moves a module's weights away."""
     for name, buffer in list(linear.named_buffers()):
         linear._buffers[name] = torch.empty_like(buffer, device="meta")
 

@@ -148,7 +148,7 @@ def layout(request):
 
 
 def both(layout, seed=0, n=256, k=64):
-    """(linear, other): modules of one weight, with global scales per row."""
+    """Return (linear, other): modules of one weight, with global scales per row."""
     torch.manual_seed(seed)
     halves = (quantize(torch.randn(4, n // 2, k) * scale) for scale in (1, 3))
     weight = NVFP4Weight.concatenate(*halves)

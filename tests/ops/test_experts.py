@@ -27,7 +27,7 @@ GPT_OSS = dict(alpha=1.702, limit=1.5, up_shift=1.0)
 
 
 def make():
-    """(gate_up, down), and the float32 weights that they stand for."""
+    """Return (gate_up, down), and the float32 weights that they stand for."""
     gate_up = NVFP4Weight.concatenate(quantize(torch.randn(E, INNER, H)), quantize(torch.randn(E, INNER, H) * 2))
     down = quantize(torch.randn(E, H, INNER))
     return (gate_up, down), [dequantize(*weight.tensors()) for weight in (gate_up, down)]
@@ -39,7 +39,7 @@ def make_routing(tokens=T, top_k=A, experts=E):
 
 
 def test_experts_that_processes_share():
-    """A hint for kernels that changes nothing."""
+    """The option is a hint for kernels that does not change results."""
     (gate_up, down), _ = make()
     x, (ids, weights) = torch.randn(T, H), make_routing()
     wanted = experts_op(x, ids, weights, gate_up, down)
@@ -226,7 +226,7 @@ def test_equals_its_operators(backend, dtype, weight_on_input):
 
 @pytest.mark.parametrize("wanted", list(itertools.product([False, True], repeat=4)))
 def test_any_of_the_gradients(wanted):
-    """Those that are asked for, equal to those of the operators one after the other."""
+    """The requested gradients equal the gradients of the operators one after the other."""
     weights, _ = make()
     ids, scores = make_routing()
     leaves = [torch.randn(T, H), scores, torch.randn(E, 2 * INNER), torch.randn(E, H)]
@@ -328,7 +328,7 @@ def test_experts_refuse_operands_that_do_not_fit():
 @pytest.mark.parametrize("backend", ["cpu", "reference", "w4a4"])
 @pytest.mark.parametrize(("tokens", "top_k"), [(0, 0), (0, 2), (3, 0), (3, 1)])
 def test_nothing_to_do(backend, tokens, top_k):
-    """No tokens, no slots, or slots that all are sentinels: zeros, and zero gradients."""
+    """Without tokens or slots, or if all slots are sentinels, results and gradients are zeros."""
     (gate_up, down), _ = make()
     leaves = [torch.randn(tokens, H), torch.rand(tokens, top_k), torch.randn(E, 2 * INNER), torch.randn(E, H)]
     hidden, scores, *biases = (leaf.requires_grad_() for leaf in leaves)
@@ -345,7 +345,7 @@ def test_nothing_to_do(backend, tokens, top_k):
 
 @pytest.mark.parametrize("backend", ["cpu", "reference", "w4a4"])
 def test_weights_without_rows(backend):
-    """N = 0 gives results without columns; E = 0 and K = 0 are errors wherever a weight is made or used."""
+    """N = 0 gives results without columns; E = 0 and K = 0 are errors when a weight is made or used."""
     empty = operands(quantize(torch.randn(2, 0, 48)))
     offsets, ops = torch.tensor([2, 5], dtype=torch.int32), torch.ops.thunder_moe
     slots = torch.zeros(3, 1, dtype=torch.int32)
@@ -382,7 +382,7 @@ BAD_OFFSETS = {
 
 @pytest.mark.parametrize("backend", ["cpu", "reference", "w4a4"])
 def test_refuses_values_out_of_range(backend):
-    """Forward and backward, also the backward functions and operators that Thunder calls by themselves."""
+    """Forward and backward refuse them, also the backward functions and operators that Thunder calls directly."""
     weights, _ = make()
     ids, scores = make_routing()
     row_slot, offsets, slot_row = moe_route(ids, E)
@@ -472,7 +472,7 @@ def test_gradients_of_rows_that_several_slots_share():
 
 
 def views(tensor):
-    """The same numbers: every second of a larger tensor's, transposed in memory, not at the start of a storage."""
+    """Return views of the same numbers: strided by 2, transposed in memory, and not at the start of a storage."""
     large = torch.full([2 * size for size in tensor.shape], 7).to(tensor.dtype)
     halves = large[tuple(slice(None, None, 2) for _ in tensor.shape)]
     halves.copy_(tensor)
@@ -523,7 +523,7 @@ def test_autocast_changes_nothing(backend, dtype, autocast):
 
 
 def test_refuses_derivatives_that_it_has_not():
-    """torch would drop tangents, and give a weight no gradient, without a word."""
+    """torch would silently drop tangents, and give a weight no gradient."""
     weights, _ = make()
     ids, _ = make_routing()
     row_slot, offsets, slot_row = moe_route(ids, E)

@@ -22,14 +22,14 @@ GPT_OSS = dict(alpha=1.702, limit=1.5, up_shift=1.0)
 
 
 def make_weights(format="nvfp4"):
-    """Of gate_up and down."""
+    """Return weights of gate_up and down."""
     quantize = FORMATS[format].quantize
     gate_up = PackedWeight.concatenate(quantize(torch.randn(E, INNER, H) / 7), quantize(torch.randn(E, INNER, H) / 4))
     return gate_up, quantize(torch.randn(E, H, INNER) / 6)
 
 
 def make(dtype, *, tokens=T, bias=True, sentinel=False, weights=None):
-    """The operator's tensor arguments, and the dense float32 weights of gate_up and down without adapters."""
+    """Return the operator's tensor arguments, and the dense float32 weights of gate_up and down without adapters."""
     gate_up, down = weights or make_weights()
     ids = (
         torch.stack([torch.randperm(E)[:A] for _ in range(tokens)]) if tokens else torch.empty(0, A, dtype=torch.int64)
@@ -72,7 +72,7 @@ def test_values_and_gradients(dtype, format, form, bias, on_input, sentinel):
 
 @pytest.mark.parametrize("half", [(2, 3), (4, 5)])
 def test_one_adapter_alone(half):
-    """Those of gate and up, or those of down."""
+    """One adapter works alone: gate and up's, or down's."""
     args, leaves, (gate_up, down) = make(torch.float32, bias=False)
     args = list(args)
     for other in {2, 3, 4, 5} - {*half}:

@@ -20,13 +20,13 @@ N, K, R = 6, 32, 2
 
 @pytest.fixture
 def weight():
-    """A 4-bit weight's operands, and its values."""
+    """Return a 4-bit weight's operands, and its values."""
     packed = quantize(torch.randn(3, N, K))
     return operands(packed), oracle.dequantize(*packed.tensors()).double()
 
 
 def by_expert(rows, product):
-    """float64: what `product` gives for each expert and its rows, one below the other."""
+    """Return the results of `product` in float64 for each expert and its rows, concatenated."""
     return torch.cat([product(expert, rows[begin:end].double(), begin, end) for expert, begin, end in groups(ENDS)])
 
 

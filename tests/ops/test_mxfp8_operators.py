@@ -101,7 +101,7 @@ def test_opcheck(opcheck, name):
 
 
 def of_equal_values(shape):
-    """A weight in NVFP4, and the same values in MXFP8: codes that E2M1 has, in blocks of 32."""
+    """Return a weight in NVFP4, and the same values in MXFP8: codes that E2M1 has, in blocks of 32."""
     values = torch.tensor([0.0, 0.5, 1, 1.5, 2, 3, 4, 6])[torch.randint(0, 8, shape)]
     values *= torch.randn(shape).sign()
     values[..., ::16] = 6.0

@@ -1,4 +1,4 @@
-"""The description of operators: schemas stay as graphs and exported programs have them, the parts agree.
+"""Tests the description of operators: schemas stay what saved programs have, and the parts agree.
 Called by pytest."""
 
 import inspect
@@ -65,7 +65,7 @@ SCHEMAS = {
     ' str down_layout="linear", float alpha=1., float? limit=None, float up_shift=0.) ->'
     " (Tensor, Tensor, Tensor, Tensor)",
 }
-# Those in MXFP8 have the arguments without the global scales, and those of nvFuser.
+# The operators in MXFP8 lack the global scales and nvFuser's arguments.
 _ABSENT = r", Tensor (\w+_)?global_scale|, Tensor\? (blockscale|problem)\w+=None"
 SCHEMAS |= {
     name.replace("nvfp4", "mxfp8"): re.sub(_ABSENT, "", schema).replace("fp4_weight", "fp8_weight")
@@ -91,7 +91,7 @@ def test_the_public_function_has_the_signature_and_the_documentation():
     signature = inspect.signature(f16a_nvfp4weight_scaled_grouped_mm)
     assert list(signature.parameters)[-1] == "layout"
     assert signature == OPERATORS["f16a_nvfp4weight_scaled_grouped_mm"].signature
-    assert "Grouped GEMM" in f16a_nvfp4weight_scaled_grouped_mm.__doc__
+    assert "grouped GEMM" in f16a_nvfp4weight_scaled_grouped_mm.__doc__
 
 
 @pytest.mark.parametrize("backend", ["cpu", "reference", "w4a4"])
@@ -160,13 +160,13 @@ GROUPED_MM = torch.ops.thunder_moe.f16a_nvfp4weight_scaled_grouped_mm
 
 
 def make(rows=3):
-    """A call of the grouped GEMM: arguments that an operator has not seen."""
+    """Return a call of the grouped GEMM: arguments that an operator has not seen."""
     weight = operands(quantize(torch.randn(2, 16, 16)))
     return torch.randn(rows, 16), *weight, torch.tensor([1, rows], dtype=torch.int32)
 
 
 def test_kinds_of_arguments_in_turn():
-    """What an operator remembers of one kind, it does not take for another."""
+    """An operator does not confuse what it remembers of different kinds of arguments."""
     x, *rest = make()
     kinds = [(x, *rest), (x.bfloat16(), *rest), (torch.randn(16, 3).t(), *rest), (x[:2], *rest[:-1], rest[-1] - 1)]
     kinds += [(x.half(), *rest), (x[:0], *rest[:-1], rest[-1] * 0)]
@@ -297,7 +297,7 @@ def test_a_later_argument_of_a_subclass_or_of_a_lazy_kind(place):
 
 
 def test_numbers_of_other_types_are_converted_or_named():
-    """Their errors named no argument, as the kernels raised them; a tensor stood for the number that it held first."""
+    """Kernels would raise errors that name no argument, or keep the number that a tensor held at the first call."""
     ids, (x, *rest) = torch.tensor([[0], [2]], dtype=torch.int32), make()
     for count in (3, 4):
         with torch.no_grad():

@@ -75,7 +75,7 @@ def test_nan_is_above_all_numbers_and_ids_stay_valid():
 
 @pytest.mark.parametrize("name", FORMS)
 def test_gradient_of_float64(name):
-    """gradcheck of the plain definition, and the gradient of the operator against its autograd."""
+    """The plain definition passes gradcheck, and the operator's gradient equals its autograd gradient."""
     logits, bias, options = make_router(name, 3, torch.float64)
     form = form_of(options)
 

@@ -52,19 +52,19 @@ def leaf(*shape, dtype=torch.float32):
 
 
 def padded(tensor, live):
-    """The same with NaN in the rows past the end."""
+    """Return the tensor with NaN in the rows past the end."""
     with torch.no_grad():
         tensor[live:] = float("nan")
     return tensor
 
 
 def copies(*tensors):
-    """fp64 leaves of the same values, without NaN."""
+    """Return fp64 leaves of the same values, without NaN."""
     return [None if t is None else t.detach().double().nan_to_num().requires_grad_(t.requires_grad) for t in tensors]
 
 
 def check(got, exact, dtype, rows=None):
-    """Relative error within tolerance, zeros in the rows past the end."""
+    """Check that the relative error is within tolerance, and rows past the end are zeros."""
     assert got.dtype == dtype
     if rows is not None:
         assert got[rows:].eq(0).all()

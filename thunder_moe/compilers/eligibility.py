@@ -47,17 +47,17 @@ class GroupedGemm:
     """Shapes, dtypes and gradient state of one grouped GEMM ``(M, K) x (E, K, N) -> (M, N)``.
 
     Attributes:
-        weight: qualified name of the parameter or buffer that is the weight; None when it is neither.
+        weight: qualified name of the parameter or buffer that is the weight; None if it is neither.
         experts: E.
         out_features: N.
         in_features: K.
-        rows: M, None when it varies from call to call.
-        weight_dtype: of the weight.
-        activation_dtype: of the rows.
-        needs_grad: the weight requires a gradient and gradients are enabled.
-        out_dtype: asked of the GEMM, None for the activation's.
+        rows: M, None if it varies from call to call.
+        weight_dtype: the dtype of the weight.
+        activation_dtype: the dtype of the rows.
+        needs_grad: True if the weight requires a gradient and gradients are enabled.
+        out_dtype: the requested output dtype; None for the activation's.
         where: file:line of the call, where the compiler tells.
-        hidden_training: the weight requires a gradient, and this is a forward whose grad mode tells nothing.
+        hidden_training: True if the weight requires a gradient, and this is a forward whose grad mode tells nothing.
         changed: `Program.reason_against_packing` of the weight.
         format: the name of the number format that the weight is to have, or has; None leaves it 16-bit.
     """
@@ -141,7 +141,7 @@ def common_format(*gemms: GroupedGemm) -> str:
 
 
 def decline_reason(gemm: GroupedGemm) -> str | None:
-    """Return why a grouped GEMM stays as it is; None when it is rewritten. The gates stand in order:
+    """Return why a grouped GEMM is not rewritten; None if it is. The checks run in this order:
 
     - the weight is a parameter or a buffer (it can be quantized once, ahead of the call);
     - nothing in the graph changes it;
@@ -178,7 +178,7 @@ def decline_reason(gemm: GroupedGemm) -> str | None:
 
 
 def swaps_last_dims(weight: torch.Tensor, view: torch.Tensor) -> bool | None:
-    """True if a view of a weight (E, A, B) has its last two dims swapped; None when it is not a view of all of it.
+    """True if a view of a weight (E, A, B) has its last two dims swapped; None if it is not a view of all of it.
 
     Both may be meta tensors. That they share their storage is up to the caller.
     """
@@ -192,7 +192,7 @@ def swaps_last_dims(weight: torch.Tensor, view: torch.Tensor) -> bool | None:
     return True if layout == (swapped.shape, swapped.stride()) else None
 
 
-# What a report says of one GEMM: (its names and sizes, "16-bit" or its format with or without " + swiglu", why).
+# The report of one GEMM: (its names and sizes, "16-bit" or its format with or without " + swiglu", why).
 Decision = tuple[GroupedGemm, str, str]
 
 # The decision that a report shows for the operators of modules that `quantize_` has swapped in, by operator name.
@@ -222,7 +222,7 @@ def describe(
     Args:
         gemm: names and sizes.
         declined: what `decline_reason` said of it.
-        requires_grad: of the weight, whether or not gradients are enabled.
+        requires_grad: the weight's requires_grad, whether or not gradients are enabled.
         fused: it becomes part of a fused SwiGLU, if it is rewritten.
         unfused: `Program.reason_against_fusing` of the SwiGLU that it stays out of.
         whole: all of the layer's experts become one operator.

@@ -37,7 +37,7 @@ __all__ = [
 
 
 class RewriteWarning(UserWarning):
-    """A compilation in which no expert GEMM was rewritten."""
+    """Warns of a compilation in which no expert GEMM was rewritten."""
 
 
 @dataclass(frozen=True)
@@ -68,10 +68,10 @@ class AttentionEntry:
 
     Attributes:
         graph: which of the function's graphs, 0 for the first one compiled.
-        heads: of the query.
-        key_heads: of keys and values, before they are repeated.
+        heads: the number of heads of the query.
+        key_heads: the number of heads of keys and values, before they are repeated.
         head_dim: width of a head of the keys.
-        keys: their number, None when it varies from call to call.
+        keys: their number, None if it varies from call to call.
         decision: "grouped" (the heads of a group read the same keys) or "repeated" (as the program says).
         reason: why.
         where: file:line of the call, where the compiler tells.
@@ -95,7 +95,7 @@ class RouterEntry:
         graph: which of the function's graphs, 0 for the first one compiled.
         experts: E.
         top_k: the experts of a token.
-        tokens: T, None when it varies from call to call.
+        tokens: T, None if it varies from call to call.
         decision: "moe_router" or "as written".
         reason: why.
         where: file:line of the call of torch.topk, where the compiler tells.
@@ -115,7 +115,7 @@ Others = AttentionEntry | RouterEntry
 
 @dataclass(frozen=True)
 class GraphCalls:
-    """How often a graph of torch.compile ran with the weights of the compiled module or function.
+    """Counts how often a graph of torch.compile ran with the weights of the compiled module or function.
 
     Attributes:
         graph: which of the function's graphs, 0 for the first one compiled.
@@ -140,8 +140,8 @@ class RewriteReport:
         entries: the grouped GEMMs, over which it iterates too.
         attention: attention that repeats keys and values, or would have without the rewrite.
         routers: softmax and top-k that `moe_router` computes, or could.
-        calls: of each graph of torch.compile with entries. A call that is not among them ran another program: in
-            `torch.func` transforms, for one, or inside of a function that another backend compiles.
+        calls: the calls of each graph of torch.compile with entries. A call that is not among them ran another program:
+            in `torch.func` transforms, for one, or inside of a function that another backend compiles.
     """
 
     entries: tuple[RewriteEntry, ...]
@@ -215,8 +215,8 @@ class Graph:
         entries: a call that lists its grouped GEMMs.
         frame: the line of the code where it was traced (torch.compile).
         others: its attention and routers.
-        told_by: the position of the input that tells which of the models that share the graph calls it: a weight.
-        all_calls: of a graph without such an input.
+        told_by: the position of a weight among the inputs, by which models that share the graph are told apart.
+        all_calls: the calls of a graph without such an input.
         calls: by the id of that weight.
     """
 
@@ -278,7 +278,7 @@ _GRAPHS: dict[int, _Graphs] = {}
 
 
 def _graphs_of(owner: Any) -> list[Graph]:
-    """Return the list to which a graph of an owner is added."""
+    """Return the list of an owner's graphs."""
     if owner is None:
         return []
     key = id(owner)
@@ -297,14 +297,14 @@ def record(
     """Keep what was decided on a graph's (gemm, decision, reason); warn while nothing at all was rewritten.
 
     Args:
-        owner: of the compiled function (see _GRAPHS); None when it is not known.
+        owner: the owner of the compiled function (see _GRAPHS); None if it is unknown.
         decisions: (gemm, decision, reason) of each grouped GEMM of the graph.
         frame: file and line of the code that the graph was traced from, where graphs can be shared by functions.
         others: what was decided on the graph's attention and routers.
     """
     graphs = _graphs_of(owner)
     entries = [RewriteEntry(0, *decision) for decision in decisions]
-    # A fragment beside the experts is no reason to warn.
+    # A fragment beside the experts does not deserve a warning.
     silent = not entries and any(entry.rewritten for graph in graphs for entry in graph.entries())
     graphs.append(new := Graph(lambda: entries, frame, tuple(others)))
     if silent or any(entry.rewritten for entry in entries):
@@ -381,14 +381,15 @@ def _calls(number: int, graph: Graph, tensors: set[int]) -> GraphCalls:
 
 
 def _graphs_run_by(owner: Any, original: Any, tensors: set[int], *, is_owned: bool) -> list[Graph]:
-    """Return the graphs that an owner has made, and graphs of any torch.compile with the same options that met these
-    tensors, or that have no weights and are of the same code."""
+    """Return the graphs of an owner, and related graphs of other torch.compile calls with the same options.
+
+    Related are graphs that were called with these tensors, and graphs of the same code without weights."""
     own = list(_GRAPHS[id(owner)].graphs) if id(owner) in _GRAPHS and is_owned else []
     if not isinstance(owner, torch._TorchCompileWrapper):
         return own
     lines = {(code.co_filename, line) for code in _codes(original) for _, _, line in code.co_lines()}
     same = [graph for graphs in list(_GRAPHS.values()) if graphs.owner() == owner for graph in graphs.graphs]
-    # A graph of other code may be that of the same module compiled by itself, or of a part behind a graph break.
+    # A graph of other code may come from the same module compiled by itself, or from a part behind a graph break.
     of_code = [graph for graph in same if graph.frame in lines and graph not in own]
     met = [graph for graph in same if tensors & set(graph.calls)]
     found = own + [graph for graph in of_code if graph in met or not tensors or not graph.has_weight]

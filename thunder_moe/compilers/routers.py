@@ -33,13 +33,12 @@ _LAST = (-1, 1)
 
 
 class RouterGraph(Operations, Protocol):
-    """A program whose tensors are told apart by what they hold: one that was changed in place since is another one.
-
-    All that `keeps_order` is of the kind "view".
+    """A program whose tensors are identified by their contents: an in-place change makes another tensor. All operations
+    that `keeps_order` are of the kind "view".
     """
 
     def result(self, operation: Any, index: int = 0) -> Any:
-        """Return a result of an operation; None where nobody reads it, or it is read in a way of its own."""
+        """Return a result of an operation; None if nothing reads it, or it is read in an unknown way."""
 
     def readers(self, tensor: Any) -> set[Any]:
         """Return the operations that read a tensor; the program's end is one of them."""
@@ -58,9 +57,9 @@ class RouterMatch:
         logits: (T, E).
         bias: (E,) or (1, E), None without one.
         scores: the tensor of final scores (T, A).
-        operations: what it consists of, each once.
-        choosing: those of `operations` which no gradient passes.
-        options: of `moe_router`, but for scores_dtype.
+        operations: its operations, each once.
+        choosing: the operations among them that no gradient passes.
+        options: the options of `moe_router`, but for scores_dtype.
     """
 
     top_k: Any
@@ -81,7 +80,7 @@ class RouterMatch:
         return f"{self.options['score']}{bias}{grouped} and top-k in one operator"
 
     def entry(self, graph: RouterGraph, reason: str | None, where: str | None = None) -> RouterEntry:
-        """Return the decision for the report; `reason`: why the router stays as it is, None where it does not."""
+        """Return the decision for the report; `reason` says why the router is not rewritten, None if it is."""
         logits = graph.example(self.logits)
         tokens = logits.shape[0] if isinstance(logits.shape[0], int) else None
         decision = ("moe_router", self.summary) if reason is None else ("as written", reason)
@@ -89,7 +88,7 @@ class RouterMatch:
 
 
 def match_router(graph: RouterGraph, top_k: Any) -> RouterMatch | None:
-    """Return the router whose choice of experts is an operation of kind "topk"; None where it has no router's form."""
+    """Return the router whose choice of experts is a given "topk"; None if the operations around it form no router."""
     try:
         return _Matcher(graph, top_k).match()
     except MismatchError:
@@ -97,7 +96,7 @@ def match_router(graph: RouterGraph, top_k: Any) -> RouterMatch | None:
 
 
 def reason_against_kernels(graph: RouterGraph, match: RouterMatch) -> str | None:
-    """Return why no kernel runs a router; None where one does."""
+    """Return why no kernel runs a router; None if one does."""
     logits, scores, options = graph.example(match.logits), graph.example(match.scores), match.options
     if logits.dtype not in _DTYPES or logits.device.type not in ("cpu", "cuda"):
         return "its logits are no tensor of 16 or 32 bits on a CPU or CUDA device"
@@ -232,7 +231,8 @@ class _Matcher:
         of_groups = graph.given(best)
         self.top_k_of(of_groups)
         best_of = self.behind_group_scores(of_groups["input"], choice, groups)
-        # Zeros: other groups' experts. Scores are not negative, so that without a bias none outranks one of the best.
+        # Zeros belong to other groups' experts. Scores are not negative, so without a bias no such expert outranks the
+        # best.
         to_zero = fill == 0 and graph.kind(graph.maker(choice)) == "add"
         found.options |= dict(
             num_groups=int(groups), top_groups=of_groups["k"], group_best=best_of, mask_to_zero=to_zero
@@ -266,7 +266,7 @@ class _Matcher:
     # ---- the scores
 
     def of_scores(self, operation: Any) -> Any:
-        """Return the logits of which an operation makes scores."""
+        """Return the logits that an operation turns into scores."""
         given = self.graph.given(operation)
         if self.graph.kind(operation) == "softmax":
             require(given.get("dim") in _LAST)
@@ -307,7 +307,7 @@ class _Matcher:
         found.scores = result
 
     def follow(self) -> None:
-        """Add what is done to the scores as far as it is known: normalization, a scale, a cast at last."""
+        """Add the known operations on the scores: normalization, a scale, and finally a cast."""
         graph, found = self.graph, self.found
         with contextlib.suppress(MismatchError):
             while graph.example(found.scores).dtype == torch.float32:
@@ -384,7 +384,7 @@ class _Matcher:
         return self.graph.given(operation)
 
     def top_k_of(self, given: dict[str, Any], last: tuple[int, ...] = _LAST) -> None:
-        """Require that arguments are those of the k largest along the last dimension."""
+        """Require arguments that ask for the k largest values along the last dimension."""
         named = given.get("dim", -1) in last and given.get("largest", True) is True
         require(named and isinstance(given.get("k"), int) and given["k"] >= 1)
 

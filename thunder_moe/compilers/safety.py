@@ -7,7 +7,8 @@ A rewrite puts one operator in the place of several steps, so that some of them 
     u = up GEMM      reads x                 a change of grad mode would take its gradient away or give it one
     product          fused operator here
 
-Tensors are identified by their storages, in whatever form a compiler has them, so that all views of a tensor count.
+Tensors are identified by their storages, so all views of a tensor count. Each compiler has its own objects for
+storages.
 """
 
 from __future__ import annotations
@@ -26,9 +27,9 @@ class Step:
     """One operation of a program, in the order in which it runs; a nested graph is one step, or its steps in a row.
 
     Attributes:
-        name: of the operation, as a report shows it: "mul_", "aten::copy_".
+        name: the name of the operation, as a report shows it: "mul_", "aten::copy_".
         reads: storages of its operands.
-        writes: storages that it changes in place. For an operation that cannot be looked into: all that it reads.
+        writes: storages that it changes in place; all that it reads if its effects are unknown.
         grad_enabled: the grad mode in force while it runs.
         opaque: may change any tensor, or which storage a tensor has (``set_``): counts as writing everything.
     """
@@ -59,11 +60,12 @@ class Program:
         """Return why one operator may not run in the place of some steps, anywhere between the first and the last.
 
         Args:
-            replaced: positions of the steps that it replaces, the place of insertion among them. What they write
-                themselves is up to the caller, who knows what they compute.
-            storages: what it reads in their stead (and what they hand to each other), storage -> "the rows".
-            saved: what it reads again in its backward, and the steps do not in theirs.
-            differentiated: those of `replaced` which gradients pass; None: all.
+            replaced: positions of the steps that it replaces, the place of insertion among them. The caller, who knows
+                what they compute, is responsible for their own writes.
+            storages: the tensors that it reads instead of them (and that they hand to each other), storage -> "the
+                rows".
+            saved: the tensors that it reads again in its backward, but the steps do not in theirs.
+            differentiated: the positions in `replaced` that gradients pass; None: all.
         """
         change = self.reason_against_reading_later(min(replaced), max(replaced), storages, replaced)
         if change is None and saved:
@@ -76,8 +78,8 @@ class Program:
     def reason_against_reading_later(
         self, first: int, last: int, storages: Mapping[Any, str], ignored: Collection[int] = ()
     ) -> str | None:
-        """Return why what the step at `first` reads or makes may have changed at `last` (the number of steps: when the
-        program has ended), by a step between the two that is not among `ignored`."""
+        """Return why tensors that the step at `first` reads or makes may have changed at `last` (the number of steps:
+        at the program's end), by a step between the two that is not among `ignored`."""
         for position in range(first + 1, last):
             step = self.steps[position]
             for storage, name in storages.items() if position not in ignored else ():

@@ -40,15 +40,15 @@ _OPS = torch.ops.thunder_moe
 
 @dataclass(frozen=True)
 class Spelling:
-    """One signature of a kind of operation, and what is called with it.
+    """One signature of a kind of operation, and the functions that have it.
 
     Attributes:
         kind: the name by which matchers know the operation; a kind may have several signatures.
         arguments: their names by position; those behind "*" are keywords alone. "..." ignores all others, where the
             result tells what matters.
-        methods: of torch.Tensor, which stand for functions of torch and for symbols of Thunder of these names too.
-        names: of such functions and symbols that are no methods, or methods with another signature.
-        functions: of other names.
+        methods: methods of torch.Tensor; torch's functions and Thunder's symbols of these names count, too.
+        names: functions and symbols that are not methods of torch.Tensor, or whose method has another signature.
+        functions: functions with other names.
     """
 
     kind: str
@@ -58,7 +58,7 @@ class Spelling:
     functions: tuple[Callable[..., Any], ...] = ()
 
     def named(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any] | None:
-        """Return the arguments of a call by name, in order, without those that are None; None where the signature has
+        """Return the arguments of a call by name, in order, without those that are None; None if the signature has
         others."""
         positional, _, keywords = (part.replace("...", "").split() for part in self.arguments.partition("*"))
         more = args[len(positional) :]
@@ -148,7 +148,7 @@ _TABLE = (
     Spelling("t", "input", "t"),
     Spelling("chunk", "input chunks dim", "chunk"),
     Spelling("split", "input split_size dim", "split", functions=(aten.split.Tensor,)),
-    # GEMMs of experts: torch's with the weight (E, K, N), those of training blocks with (E, N, K); attention
+    # GEMMs of experts (torch's have the weight (E, K, N), training blocks have (E, N, K)), and attention
     Spelling("grouped_mm", "mat_a mat_b offs bias out_dtype", "", "_grouped_mm grouped_mm", (aten._grouped_mm,)),
     Spelling("linear", f"{_GEMM} bias bias_scale", functions=(_OPS.grouped_linear, _OPS.grouped_linear.default)),
     Spelling(
@@ -165,10 +165,10 @@ _TABLE = (
     ),
 )  # fmt: skip
 
-# What a node of an FX graph calls, the name of one of Thunder's symbols -> its row.
+# The target of an FX node, or the name of one of Thunder's symbols -> its row.
 TARGETS: dict[Any, Spelling] = {target: row for row in _TABLE for target in row.targets()}
 SYMBOLS = {name: row for row in _TABLE for name in (*row.methods.split(), *row.names.split())}
-# Those of `TARGETS` that change their first argument.
+# The targets that change their first argument.
 IN_PLACE = {operator.iadd, operator.imul, operator.itruediv, operator.setitem} | {
     target for target in TARGETS if str(getattr(target, "__name__", target)).split(".")[0].endswith("_")
 }
@@ -196,7 +196,7 @@ def keeps_order(kind: str, arguments: Mapping[str, Any]) -> bool:
 
 
 class MismatchError(Exception):
-    """A program differs from a pattern; the message says where, if a report shows it."""
+    """Raised when a program differs from a pattern; the message says where, if a report shows it."""
 
 
 def require(ok: Any, otherwise: str = "") -> None:
@@ -208,7 +208,7 @@ def require(ok: Any, otherwise: str = "") -> None:
 def column_part(width: Any, start: Any, stop: Any, step: Any) -> str:
     """Return which part of `width` columns a slice takes; "" for any other.
 
-    gate, up = y.chunk(2, -1): "low" and "high"; y[..., ::2], y[..., 1::2], as GPT-OSS has them: "even" and "odd".
+    gate, up = y.chunk(2, -1): "low" and "high"; y[..., ::2], y[..., 1::2], as in GPT-OSS: "even" and "odd".
     """
     half = width // 2
     parts = {(0, half, 1): "low", (half, width, 1): "high", (0, width, 2): "even", (1, width, 2): "odd"}

@@ -31,11 +31,11 @@ class SwiGLUGraph(Operations, Protocol):
 
     @property
     def operations(self) -> Iterable[Any]:
-        """All of them, in order."""
+        """Return all operations, in order."""
 
     @property
     def sites(self) -> Mapping[Any, Any]:
-        """The GEMMs that may be fused, by what they make."""
+        """Return the GEMMs that may be fused, by their results."""
 
     def readers(self, operation: Any) -> set[Any]:
         """Return the operations that read a result of one."""
@@ -62,12 +62,12 @@ class SwiGLU:
         sites: the GEMMs of gate and up, or one GEMM of both.
         product: the operation that makes the result.
         replaced: all of its operations, with `product` and the GEMMs.
-        interleaved: of one GEMM: by how many columns gate and up take turns, 0 where they are its halves.
-        bias: of one GEMM, (E, 2I).
+        interleaved: for one GEMM: the number of columns by which gate and up alternate, 0 if they are its halves.
+        bias: for one GEMM: its bias (E, 2I).
         form: the keywords of the activation where it is not SwiGLU.
         scales: a factor of the rows of the product.
         down: the site of the product, where it is a GEMM of ours on activated rows.
-        reason: why these operations cannot be one operator, None when they become it.
+        reason: why these operations cannot be one operator, None if they become it.
     """
 
     sites: tuple[Any, ...]
@@ -139,5 +139,5 @@ def _can_be_stacked(graph: SwiGLUGraph, gate: Gemm, up: Gemm) -> bool:
 
 
 def _is_read_inside_alone(graph: SwiGLUGraph, block: SwiGLU) -> bool:
-    """True if no other operation reads what those of a SwiGLU hand to each other."""
+    """True if no operation outside of a SwiGLU reads its intermediate results."""
     return all(graph.readers(operation) <= block.replaced for operation in block.replaced - {block.product})

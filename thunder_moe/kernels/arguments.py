@@ -9,19 +9,19 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-__all__ = ["DTYPE_CODES", "MaybeTensor", "dtype_code", "floats", "pointer"]
+__all__ = ["DTYPE_CODES", "MaybeTensor", "as_kernel_float", "dtype_code", "pointer"]
 
 MaybeTensor = TypeVar("MaybeTensor", Tensor, "Tensor | None")
 DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
 
 def pointer(tensor: Tensor | None) -> int | None:
-    """The address of the data, None for no tensor."""
+    """Return the address of the data, None for no tensor."""
     return None if tensor is None else tensor.data_ptr()
 
 
-def floats(tensor: MaybeTensor) -> MaybeTensor:
-    """A contiguous tensor of a dtype that the kernels read."""
+def as_kernel_float(tensor: MaybeTensor) -> MaybeTensor:
+    """Return a contiguous tensor of a dtype that the kernels read."""
     if tensor is None:
         return None
     tensor = tensor.detach()
@@ -29,5 +29,5 @@ def floats(tensor: MaybeTensor) -> MaybeTensor:
 
 
 def dtype_code(tensor: Tensor | None) -> int:
-    """The code of a dtype in `DTYPE_CODES`; 0 for no tensor, which kernels do not read."""
+    """Return the code of a dtype in `DTYPE_CODES`; 0 for no tensor, which kernels do not read."""
     return 0 if tensor is None else DTYPE_CODES[tensor.dtype]

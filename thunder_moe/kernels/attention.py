@@ -1,10 +1,10 @@
-"""Tells whether torch's attention reads the keys and values of grouped heads without repeating them: cuDNN's does.
+"""Tells if torch's attention reads the keys and values of grouped heads without repeating them, as cuDNN's does.
 Called by compilers/dynamo/attention.py and integrations/huggingface/attention.py; calls torch.
 
-scaled_dot_product_attention(enable_gqa=True) with a mask is cuDNN's, where torch prefers that (SM90 and SM100), or else
-plain PyTorch, which repeats them. H200, 32 heads that share 4 of 128 numbers, one new token and 576 keys, at batch
-1 / 32 / 128: enable_gqa by cuDNN 12 / 16 / 53 us, the heads of a group as rows of the query 22 / 25 / 71, repeated 26 /
-402 / 1529.
+scaled_dot_product_attention(enable_gqa=True) with a mask runs cuDNN where torch prefers it (SM90 and SM100), otherwise
+plain PyTorch, which repeats the keys. H200, 32 heads that share 4 key heads of width 128, one new token, 576 keys, at
+batch 1 / 32 / 128: enable_gqa by cuDNN 12 / 16 / 53 us, the heads of a group as rows of the query 22 / 25 / 71,
+repeated keys 26 / 402 / 1529.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ __all__ = ["cudnn_groups_heads", "cudnn_groups_heads_of"]
 
 
 def cudnn_groups_heads(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, dropout: float = 0.0) -> bool:
-    """True if ``scaled_dot_product_attention(query, key, value, mask, enable_gqa=True)`` is going to be cuDNN's.
+    """True if ``scaled_dot_product_attention(query, key, value, mask, enable_gqa=True)`` is going to run cuDNN.
 
     Args:
-        query: (B, Hq, Q, D), no fake tensor.
+        query: (B, Hq, Q, D), not a fake tensor.
         key: (B, Hkv, L, D).
         value: (B, Hkv, L, Dv).
         mask: (B or 1, Hq or 1, Q or 1, L).
@@ -37,12 +37,12 @@ def cudnn_groups_heads_of(
     device: str, dtype: torch.dtype, mask_dtype: torch.dtype, heads: int, key_heads: int, width: int, value_width: int,
     queries: int,
 ) -> bool:  # fmt: skip
-    """`cudnn_groups_heads`, where there are no tensors yet but a compiler's: of some with these sizes.
+    """Return `cudnn_groups_heads` for tensors of these sizes, for compilers that have no tensors yet.
 
     Args:
         device: "cuda", "cuda:1", ...
-        dtype: of query, keys and values.
-        mask_dtype: of the mask.
+        dtype: the dtype of query, keys and values.
+        mask_dtype: the dtype of the mask.
         heads: Hq.
         key_heads: Hkv.
         width: D.

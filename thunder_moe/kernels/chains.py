@@ -16,7 +16,7 @@ from torch import Tensor
 __all__ = ["UNKNOWN", "clear", "find", "kind_of", "remember"]
 
 UNKNOWN = object()  # in place of a chain: no call of this kind has been prepared
-MAX_CHAINS = 4096  # those that have been looked up least recently go
+MAX_CHAINS = 4096  # the least recently used ones are dropped
 _CHAINS: dict[Hashable, Callable[..., Any] | None] = {}
 _LOCK = Lock()
 
@@ -25,10 +25,10 @@ def kind_of(name: str, args: Sequence[Any], options: Mapping[str, Any], defaults
     """Return a key for the calls that one chain serves: left out, None at the end and the default are the same.
 
     Args:
-        name: of the operator.
+        name: the name of the operator.
         args: its positional arguments.
         options: its keyword arguments.
-        defaults: of the keyword arguments that have one.
+        defaults: the defaults of the keyword arguments that have one.
     """
     last = len(args)
     while last and args[last - 1] is None:
@@ -41,7 +41,7 @@ def kind_of(name: str, args: Sequence[Any], options: Mapping[str, Any], defaults
 
 
 def find(kind: Hashable) -> Any:
-    """Return the chain of a kind, None where no chain serves it, `UNKNOWN` where nobody has asked."""
+    """Return the chain of a kind, None if no chain serves it, `UNKNOWN` before the first look-up."""
     with _LOCK:
         chain = _CHAINS.pop(kind, UNKNOWN)
         if chain is not UNKNOWN:

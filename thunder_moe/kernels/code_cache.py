@@ -32,7 +32,7 @@ _unwritable: set[Path | None] = set()  # folders that this process has warned of
 
 
 def folder() -> Path | None:
-    """The folder of the cache; None where there is no home directory."""
+    """Return the folder of the cache; None without a home directory."""
     root = os.environ.get("XDG_CACHE_HOME", "")
     if os.path.isabs(root):  # the XDG specification ignores a relative path, which would follow the working directory
         return Path(root) / "thunder_moe"
@@ -47,7 +47,7 @@ def read(key: str, *, quiet: bool = False) -> bytes | None:
 
     Args:
         key: a hash of everything that the content depends on, in hexadecimal.
-        quiet: whether to log nothing, as a caller that reads the file again before it compiles.
+        quiet: True to log nothing, for a caller that reads the file again before it compiles.
     """
     place = folder()
     if place is None:
@@ -137,9 +137,9 @@ def one_process(key: str, work: str) -> Iterator[None]:
     """Hold the lock of a key, so that other processes wait instead of doing the same work.
 
     The system drops the lock when its holder ends, also when that is killed, and a forked process does not inherit it.
-    Where the folder cannot be written or has no locks, as on some network file systems, processes do not wait: each
-    does the work itself, which is safe, since `write` is atomic. So does one that has waited for `_PATIENCE` seconds,
-    for a holder that was stopped, say. Threads of one process need a lock of their own.
+    If the folder cannot be written or has no locks, as on some network file systems, processes do not wait: each does
+    the work itself, which is safe, since `write` is atomic. A process that has waited for `_PATIENCE` seconds, perhaps
+    for a stopped holder, does the same. Threads of one process need a lock of their own.
 
     Args:
         key: as in `read`.

@@ -14,19 +14,20 @@ from thunder_moe.kernels.select import preferred_layout, select
 
 __all__ = ["SlowerFrom", "slower_from", "why_slower"]
 
-# Weights (out_features * in_features) from which a layer is faster at few rows, by the layout that its device prefers,
-# or by the device. Times faster than bf16, calls in a row, on an H200 at 8 / 32 / 64 rows: 1024 x 2048 1.73 / 1.60 /
-# 1.33, 2048 x 2048 1.68 / 1.59 / 1.38; without clusters of blocks, as on other devices, 2048 x 2048 0.94 at 8 rows,
-# 2048 x 4096 1.32. On a Zen 5, one thread, at 1 / 8 rows: 512 x 512 0.67 / 0.86, 1024 x 1024 1.99 / 1.45.
+# The least number of weights (out_features * in_features) with which a quantized layer is faster at few rows, by the
+# layout that its device prefers, or by the device. Times faster than bf16, calls in a row, on an H200 at 8 / 32 / 64
+# rows: 1024 x 2048 1.73 / 1.60 / 1.33, 2048 x 2048 1.68 / 1.59 / 1.38; without clusters of blocks, as on other devices,
+# 2048 x 2048 0.94 at 8 rows, 2048 x 4096 1.32. On a Zen 5, one thread, at 1 / 8 rows: 512 x 512 0.67 / 0.86, 1024 x
+# 1024 1.99 / 1.45.
 _LEAST_WEIGHTS = {TILED_64X64: 1 << 21, "cuda": 1 << 23, "cpu": 1 << 20}
 
 
 class SlowerFrom(NamedTuple):
-    """The rows from which a quantized layer is slower than in 16 bits.
+    """The limit from which a quantized layer may be slower than in 16 bits.
 
     Attributes:
-        rows: of the activation, from which on it may be.
-        percent: by how much at most, of the time in 16 bits.
+        rows: the least number of rows of the activation with which it may be slower.
+        percent: the largest slowdown, in percent of the time in 16 bits.
     """
 
     rows: int
@@ -43,12 +44,12 @@ _SLOWER_FROM = {
 
 
 def why_slower(device: torch.device, dtype: torch.dtype, n: int, k: int) -> str | None:
-    """Return why a layer with a weight (n, k) would be slower in 4 bits; None when it would not.
+    """Return why a layer with a weight (n, k) would be slower in 4 bits; None if it would not.
 
     Args:
-        device: of the weight.
-        dtype: of the weight, which that of the activations is taken to be.
-        n: out_features, of all linears that are computed at once.
+        device: the device of the weight.
+        dtype: the dtype of the weight, assumed to be the activations' dtype, too.
+        n: out_features of all linears that are computed at once.
         k: in_features.
     """
     kind = device.type
@@ -64,13 +65,13 @@ def why_slower(device: torch.device, dtype: torch.dtype, n: int, k: int) -> str 
 
 
 def slower_from(layout: str, n: int, k: int, format: str = NVFP4.name) -> SlowerFrom | None:
-    """From how many rows on a quantized layer may be slower than in 16 bits; None where nobody has measured it.
+    """Return the number of rows from which a quantized layer may be slower than in 16 bits; None if not measured.
 
     Args:
-        layout: of the weight where it is used, such as `preferred_layout` gives.
-        n: out_features, of all linears that are computed at once.
+        layout: the weight's layout on its device, such as `preferred_layout` gives.
+        n: out_features of all linears that are computed at once.
         k: in_features.
-        format: of the weight.
+        format: the weight's number format.
     """
     classes = _SLOWER_FROM.get((format, layout), ())
     return next((slower for most, slower in classes if n * k <= most), None)

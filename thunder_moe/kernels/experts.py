@@ -28,10 +28,10 @@ class ExpertsCall(NamedTuple):
         down: (E, H, I).
         gate_up_bias: (E, 2I).
         down_bias: (E, H).
-        order: of the rows, where it is known.
+        order: the order of the rows, if it is known.
         weight_on_input: the weights multiply the experts' input, not their output.
-        form: of the activation.
-        expert_ranks: about one in so many ids is of an expert here, which the choice of kernels takes into account.
+        form: the form of the activation.
+        expert_ranks: about one in so many ids belongs to an expert here; the choice of kernels takes that into account.
         summed: False for the rows (M, H) before the sum per token, which has to be without weights then.
     """
 

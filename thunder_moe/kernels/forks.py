@@ -1,4 +1,4 @@
-"""`ForkLock`: a lock that a forked process finds open, whatever threads of its parent held it at the time.
+"""`ForkLock`: a lock that a forked process finds open, even if a thread of its parent held it at the time.
 Called by weight_cache, kernels.cpu and kernels.cuda.chain; calls os.register_at_fork, which Windows lacks.
 """
 
@@ -13,9 +13,9 @@ __all__ = ["ForkLock"]
 
 
 class ForkLock:
-    """A reentrant lock for ``with``. In a forked process no thread is left that could open one that was held.
+    """A reentrant lock for ``with``. A forked process has no thread left that could release a lock that was held.
 
-    What it guards is written as a whole when it is complete, so that the child finds it done or not begun.
+    The guarded state is written as a whole when it is complete, so that the child finds it done or not begun.
     """
 
     def __init__(self) -> None:

@@ -18,7 +18,7 @@ __all__ = ["Gemms", "Gradients", "Needs", "grouped_mm_combine", "grouped_swiglu"
 
 Gradients = tuple[Tensor | None, ...]
 Needs = Sequence[bool]  # which of the gradients are wanted
-# rows (M, K) -> (M, N), and the gradient (M, N) of its output -> (M, K); differentiable both.
+# rows (M, K) -> (M, N), and the gradient (M, N) of its output -> (M, K); both are differentiable.
 Gemms = tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]
 
 
@@ -35,16 +35,16 @@ def grouped_swiglu(
     needs: Needs,
     gate_up: Tensor | None = None,
 ) -> Gradients:
-    """Gradient (M, I) of `grouped_swiglu`'s output -> those of activation, slot_scale and bias.
+    """Return the gradients of activation, slot_scale and bias, from the gradient (M, I) of `grouped_swiglu`'s output.
 
-    Recomputes gate and up (M, 2I) where they are not given, so that none is kept for it. Rows of no expert have zero
-    gradients.
+    It recomputes gate and up (M, 2I) if they are not given, so that the forward need not keep them. Rows of no expert
+    have zero gradients.
     """
     (gemm, dgrad), rows = gemms, grad.shape[0]
     row_scale = scale_of_rows(slot_scale, row_slot)
     gate_up = gemm(gather_rows(activation, row_slot)) if gate_up is None else gate_up
     grad_pre = form.gradient(grad, pre_activation(gate_up, offsets, row_scale, bias))  # [M, 2I]
-    # Rows past the last group are undefined, and could be NaN: zero gradients must come of them.
+    # Rows past the last group are undefined, and could be NaN: their gradients must be zero.
     live = live_rows(offsets, rows)
     if row_slot is not None:
         live = live & ((row_slot >= 0) & (row_slot < rows))[:, None]
@@ -79,9 +79,9 @@ def grouped_mm_combine(
     gemms: Gemms,
     needs: Needs,
 ) -> Gradients:
-    """Gradient (T, N) of `grouped_mm_combine`'s output -> those of activation, slot_weight and bias.
+    """Return the gradients of activation, slot_weight and bias, from (T, N) of `grouped_mm_combine`'s output.
 
-    Recomputes the GEMM for the gradient of slot_weight. Slots without a row of an expert have zero gradients.
+    It recomputes the GEMM for the gradient of slot_weight. Slots without a row of an expert have zero gradients.
     """
     (gemm, dgrad), rows, slots = gemms, activation.shape[0], slot_row.numel()
     live = ((slot_row >= 0) & (slot_row < offsets[-1].clamp_max(rows))).flatten()
@@ -89,8 +89,8 @@ def grouped_mm_combine(
     grad_activation = grad_weight = grad_bias = None
     if needs[0] or needs[2]:
         weighted = grad_slot if slot_weight is None else grad_slot * slot_weight.flatten()[:, None]
-        # Added up, not copied: several slots may have the same row. Those without one add zeros anywhere, and there is
-        # a row for them if there is no other.
+        # Added up, not copied: several slots may have the same row. Slots without a row add zeros to any row; an extra
+        # row takes them if there are no others.
         row = torch.where(live, slot_row.flatten(), torch.arange(slots, device=grad.device) % (rows + 1))
         weighted = torch.where(live[:, None], weighted, 0)
         grad_row = weighted.new_zeros(rows + 1, grad.shape[1]).index_add(0, row, weighted)[:rows]
@@ -108,7 +108,7 @@ def grouped_mm_combine(
 
 
 def bias_grad(grad: Tensor, offsets: Tensor) -> Tensor:
-    """Gradient (M, N) of rows -> float32 (E, N): the sum of each expert's rows in a fixed order, by the operator."""
+    """Sum each expert's rows of the gradient (M, N) in a fixed order, by the operator: -> float32 (E, N)."""
     out: Tensor = torch.ops.thunder_moe.grouped_bias_grad(grad, offsets)
     return out
 
@@ -127,9 +127,10 @@ def moe_experts(
     down: Gemms,
     needs: Needs,
 ) -> Gradients:
-    """Gradient (T, H) of the output of a layer's experts -> those of hidden_states, expert_weights and the biases.
+    """Return the gradients of hidden_states, expert_weights and the biases, from (T, H) of the layer's output.
 
-    Recomputes all between hidden_states and the down GEMM, so that nothing of (M, 2I) or (M, I) is kept for it.
+    It recomputes everything between hidden_states and the down GEMM, so that the forward keeps nothing of (M, 2I) or
+    (M, I).
     """
     row_slot, offsets, slot_row = order
     on_input, on_output = (expert_weights, None) if weight_on_input else (None, expert_weights)
@@ -151,6 +152,6 @@ def moe_experts(
 
 
 def _sum_per_slot(of_row: Tensor, row_slot: Tensor) -> Tensor:
-    """Puts what each row (M, ...) has in its slot; of rows with the same slot the sum."""
+    """Put each row (M, ...) into its slot; rows with the same slot are added."""
     slot = row_slot.clamp(0, max(row_slot.shape[0] - 1, 0))
     return torch.zeros_like(of_row).index_add(0, slot, of_row)

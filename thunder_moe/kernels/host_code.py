@@ -30,7 +30,7 @@ def compiler() -> list[str]:
     """Return the command of the C++ compiler: the environment's CXX, by default c++.
 
     Raises:
-        ValueError: CXX has no word, or a quote without its end.
+        ValueError: CXX is empty, or has a quote without its end.
     """
     text, problem = os.environ.get("CXX") or "c++", "blanks alone"
     try:
@@ -53,13 +53,13 @@ def load(what: str, parts: Sequence[str], compile: Callable[[], bytes], open: Ca
 
     Args:
         what: completes the line "compiling ...", which is logged.
-        parts: what the library depends on, as in `key_of`.
+        parts: everything that the library depends on, as in `key_of`.
         compile: the content of the library.
-        open: loads the library of a path, which is removed afterwards.
+        open: loads the library from a path; the file is removed afterwards.
 
     Raises:
         RuntimeError: there is no compiler, or it failed; the message is the compiler's.
-        ValueError: the environment's CXX is no command.
+        ValueError: the environment's CXX is not a command.
     """
     key = key_of(parts)
     kept = code_cache.read(key, quiet=True)
@@ -85,8 +85,8 @@ def compile_library(sources: Sequence[Path], options: Sequence[str], libraries: 
 
     Args:
         sources: C++ files.
-        options: of the compiler, for each file.
-        libraries: what the library is linked with.
+        options: the options of the compiler, for each file.
+        libraries: the libraries to link with.
 
     Raises:
         RuntimeError: the compiler failed; the message is the compiler's.
@@ -105,9 +105,9 @@ def compile_library(sources: Sequence[Path], options: Sequence[str], libraries: 
 
 @contextlib.contextmanager
 def _build_directory() -> Iterator[Path]:
-    """Make a directory for one build, which is removed; remove those of this user's builds that were killed."""
+    """Make a directory for one build, and remove it afterwards; also remove leftovers of this user's killed builds."""
     place = Path(tempfile.gettempdir())
-    # Not every file system tells one machine of the locks of another.
+    # Some file systems do not show one machine the locks of another.
     builds = place / f"thunder_moe_{getattr(os, 'getuid', int)()}_{platform.node()}"
     remove_leftovers(builds, "build")
     with scratch_directory(builds, place, "build") as directory:

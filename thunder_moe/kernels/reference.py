@@ -39,22 +39,22 @@ FORMATS = tuple(NUMBER_FORMATS)  # of weights that it takes
 
 
 def unavailable_reason(device: torch.device | None = None) -> str | None:
-    """Return None: the reference runs wherever torch does."""
+    """Return None: the reference runs on every device of torch."""
     return None
 
 
 def moe_experts(call: ExpertsCall) -> torch.Tensor:
-    """The experts of a layer, step by step: (T, H), or the rows (M, H) of a call that is not summed."""
+    """Run the experts of a layer step by step; return (T, H), or the rows (M, H) of a call that is not summed."""
     return unfused(sys.modules[__name__], call)
 
 
 def grouped_mm(activation: torch.Tensor, weight: PackedWeight, offsets: torch.Tensor) -> torch.Tensor:
-    """(M, K) rows sorted by expert, offsets (E,) row ends -> (M, N) in the activation's dtype."""
+    """Multiply (M, K) rows sorted by expert, with offsets (E,) of row ends: -> (M, N) in the activation's dtype."""
     return _per_expert(activation, weight, offsets, weight.shape[1], lambda rows, expert: rows @ expert.t())
 
 
 def grouped_mm_dgrad(grad: torch.Tensor, weight: PackedWeight, offsets: torch.Tensor) -> torch.Tensor:
-    """Gradient (M, N) of `grouped_mm`'s output -> gradient (M, K) of its activation."""
+    """Return the gradient (M, K) of `grouped_mm`'s activation, from the gradient (M, N) of its output."""
     return _per_expert(grad, weight, offsets, weight.shape[2], lambda rows, expert: rows @ expert)
 
 
@@ -67,7 +67,7 @@ def grouped_swiglu(
     bias: torch.Tensor | None = None,
     form: SwiGLUConfig = SWIGLU,
 ) -> torch.Tensor:
-    """Rows (M, K), or tokens (T, K) with row_slot (M,); weight (E, 2I, K) with the gate's rows first -> (M, I)."""
+    """Return (M, I) of rows (M, K), or of tokens (T, K) with row_slot (M,); weight (E, 2I, K) has gate rows first."""
     gate_up = grouped_mm(gather_rows(activation, row_slot), weight, offsets)
     return swiglu(gate_up, offsets, form, scale_of_rows(slot_scale, row_slot), bias)
 
@@ -80,12 +80,12 @@ def grouped_mm_combine(
     slot_weight: torch.Tensor | None,
     bias: torch.Tensor | None,
 ) -> torch.Tensor:
-    """(M, K) -> (T, N): each slot's row, plus bias (E, N), times slot_weight (T, A), summed per token."""
+    """Multiply (M, K) -> (T, N): each slot's row, plus bias (E, N), times slot_weight (T, A), summed per token."""
     return combine(grouped_mm(activation, weight, offsets), offsets, slot_row, slot_weight, bias)
 
 
 def mm(activation: torch.Tensor, weight: PackedWeight, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """(M, K), a weight (1, N, K), bias (N,) -> (M, N) in the activation's dtype."""
+    """Multiply (M, K) by a weight (1, N, K), plus bias (N,): -> (M, N) in the activation's dtype."""
     (matrix,) = _experts(weight, activation.dtype, range(1))
     with torch.autocast(activation.device.type, enabled=False):
         out = activation @ matrix.t()
@@ -93,7 +93,7 @@ def mm(activation: torch.Tensor, weight: PackedWeight, bias: torch.Tensor | None
 
 
 def mm_dgrad(grad: torch.Tensor, weight: PackedWeight) -> torch.Tensor:
-    """Gradient (M, N) of `mm`'s output -> gradient (M, K) of its activation."""
+    """Return the gradient (M, K) of `mm`'s activation, from the gradient (M, N) of its output."""
     (matrix,) = _experts(weight, grad.dtype, range(1))
     with torch.autocast(grad.device.type, enabled=False):
         return grad @ matrix
@@ -106,9 +106,9 @@ def _per_expert(
     columns: int,
     gemm: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
 ) -> torch.Tensor:
-    """Runs `gemm(rows of the expert, dequantized (N, K) expert)` for each expert; rows past the last group are 0.
+    """Run `gemm(rows of the expert, dequantized (N, K) expert)` for each expert; rows past the last group are 0.
 
-    In the dtype of the rows, also under autocast: a backend's result depends on its operands alone.
+    It computes in the dtype of the rows, also under autocast: a backend's result depends on its operands alone.
     """
     out = rows.new_zeros(rows.shape[0], columns)
     with torch.autocast(rows.device.type, enabled=False):
@@ -127,7 +127,7 @@ def _per_expert(
 
 
 def _experts(weight: PackedWeight, dtype: torch.dtype, experts: list[int] | range) -> Iterator[torch.Tensor]:
-    """Yields the dequantized (N, K) matrix of each expert, in one buffer that the next expert overwrites."""
+    """Yield the dequantized (N, K) matrix of each expert, in one buffer that the next expert overwrites."""
     weight = to_linear(weight, "plain torch")
     _, n, k = weight.shape
     matrix = torch.empty(n, k, dtype=dtype, device=weight.device)

@@ -57,13 +57,13 @@ Weight = TypeVar("Weight", bound=PackedWeight)
 
 
 def select(device: torch.device, *, backend: str | None = None, format: str = NVFP4.name) -> ModuleType:
-    """The kernel module for operands on a device.
+    """Return the kernel module for operands on a device.
 
     Args:
         device: where the operands are.
-        backend: a name of `BACKENDS` or `SIMULATIONS` to insist on; when None that of `use_backend`, else the best one
+        backend: a name of `BACKENDS` or `SIMULATIONS` to insist on; None for the backend of `use_backend`, or the best
             available.
-        format: the name of the weights' number format. Simulations, which are of NVFP4, leave others to the best
+        format: the name of the weights' number format. Simulations simulate NVFP4 and leave other formats to the best
             backend.
 
     Returns:
@@ -91,13 +91,13 @@ def select(device: torch.device, *, backend: str | None = None, format: str = NV
 
 
 def _formats_of(module: ModuleType) -> tuple[str, ...]:
-    """The number formats of weights that a backend takes, its `FORMATS`."""
+    """Return the number formats of weights that a backend takes, its `FORMATS`."""
     formats: tuple[str, ...] = getattr(module, "FORMATS", (NVFP4.name,))
     return formats
 
 
 def training_kernels(device: torch.device) -> ModuleType:
-    """The module of the kernels of training, and of `combine_rows`, for operands on a device.
+    """Return the module of the kernels of training, and of `combine_rows`, for operands on a device.
 
     Returns:
         `kernels.cuda.training` where the CUDA kernels can run, unless `use_backend` asks for "reference"; else
@@ -116,10 +116,10 @@ def prepare(name: str, args: Sequence[Any], options: dict[str, Any], format: str
     """Prepare the chain of kernels of an operator for all arguments of a kind, for `chains.find`.
 
     Args:
-        name: of the operator.
+        name: the name of the operator.
         args: the arguments of its description, which have passed its checks: weights are `WeightOperands`.
         options: likewise.
-        format: of the operator's weights.
+        format: the number format of the operator's weights.
         kind: `chains.kind_of` these.
     """
     device = args[0].device
@@ -130,11 +130,11 @@ def prepare(name: str, args: Sequence[Any], options: dict[str, Any], format: str
 
 
 def preferred_layout(device: torch.device, n: int, k: int, format: BlockFormat = NVFP4) -> str:
-    """The layout of (E, n, k) weights that the default backend of a device reads best.
+    """Return the layout of (E, n, k) weights that the default backend of a device reads best.
 
-    The one that `formats.layouts.REGISTRY` prefers on CUDA devices where our kernels can run ("tiled_64x64" on compute
-    capability 9.0, for n and k that are multiples of 64); else "linear". Weights are laid out by it when they are
-    quantized; `use_backend` makes no difference, since every backend takes every layout.
+    On CUDA devices where our kernels can run it is the layout that `formats.layouts.REGISTRY` prefers ("tiled_64x64" on
+    compute capability 9.0, for n and k that are multiples of 64); else "linear". Weights are laid out by it when they
+    are quantized; `use_backend` makes no difference, since every backend takes every layout.
     """
     if not runs_on_cuda(device, format.name):
         return LINEAR
@@ -155,7 +155,8 @@ def runs_on_cuda(device: torch.device, format: str = NVFP4.name) -> bool:
 
 
 def lay_out(weight: Weight, layout: str) -> Weight:
-    """A weight in a layout of `formats.layouts.LAYOUTS`, or in the one that "auto" means for it, `resolve_layout`.
+    """Return a weight in a layout of `formats.layouts.LAYOUTS`, or in the one that "auto" means for it,
+    `resolve_layout`.
 
     On a CUDA device "linear" becomes "tiled_64x64" by a kernel, byte for byte as `PackedWeight.to_layout` makes it.
     """
@@ -170,13 +171,13 @@ def lay_out(weight: Weight, layout: str) -> Weight:
 
 
 def quantize(weight: Tensor, *, scale_search: str | None = None) -> NVFP4Weight:
-    """`formats.nvfp4.quantize` by the kernels of the weight's device: the same bytes, on CUDA many times faster."""
+    """Run `formats.nvfp4.quantize` by the kernels of the weight's device: the same bytes, on CUDA many times faster."""
     packed: NVFP4Weight = quantize_to(NVFP4.name, weight, scale_search=scale_search)
     return packed
 
 
 def quantize_to(format: str, weight: Tensor, *, scale_search: str | None = None) -> Any:
-    """`quantize` of a number format's module by the kernels of the weight's device: the same bytes.
+    """Run `quantize` of a number format's module by the kernels of the weight's device: the same bytes.
 
     Args:
         format: its name, one of `formats.registry.FORMATS`.
@@ -199,7 +200,7 @@ def quantize_to(format: str, weight: Tensor, *, scale_search: str | None = None)
 def fake_quantize(weight: Tensor, scale_search: str | None = None, format: str = NVFP4.name) -> Tensor:
     """Round a weight (E, N, K) to a number format: `quantize`, then `dequantize` to its dtype.
 
-    NaN in experts with NaN or Inf. The result is contiguous. On CUDA nothing synchronises.
+    Experts with NaN or Inf become NaN. The result is contiguous. On CUDA nothing synchronises.
     """
     known = find_format(format)
     kernels = _cuda_quantizer(weight.device, format)
@@ -223,7 +224,7 @@ def fake_quantize(weight: Tensor, scale_search: str | None = None, format: str =
 
 
 def _cuda_quantizer(device: torch.device, format: str = NVFP4.name) -> Any:
-    """kernels.cuda.quantizer where it can run and knows a number format, else None."""
+    """Return kernels.cuda.quantizer if it can run and knows a number format, else None."""
     if not runs_on_cuda(device, format):
         return None
     return importlib.import_module("thunder_moe.kernels.cuda.quantizer")
@@ -231,7 +232,7 @@ def _cuda_quantizer(device: torch.device, format: str = NVFP4.name) -> Any:
 
 @contextlib.contextmanager
 def use_backend(backend: str) -> Iterator[None]:
-    """Runs every operator inside on this backend, also in compiled graphs (not in CUDA graphs captured before).
+    """Run every operator inside on this backend, also in compiled graphs (not in CUDA graphs captured before).
 
     Raises:
         ValueError: the backend is unknown; when an operator runs, also that it cannot run there.
@@ -246,10 +247,11 @@ def use_backend(backend: str) -> Iterator[None]:
 
 
 def simulate_w4a4() -> contextlib.AbstractContextManager[None]:
-    """Inside, NVFP4 operators also round their activations to NVFP4, as nvFuser's kernels do on Blackwell (SM 10.0).
+    """Make NVFP4 operators inside also round their activations to NVFP4, as nvFuser's kernels do on Blackwell (SM
+    10.0).
 
     It shows the accuracy of W4A4 on any machine, not its speed: ``with simulate_w4a4(): model(tokens)``, also for
-    compiled models. The arithmetic is that of kernels/w4a4.py.
+    compiled models. kernels/w4a4.py has the arithmetic.
     """
     return use_backend("w4a4")
 
@@ -280,13 +282,13 @@ _MODULES = {"cpu": "thunder_moe.kernels.cpu.backend", "cuda": "thunder_moe.kerne
 
 @functools.cache
 def _load(name: str, device: torch.device) -> tuple[ModuleType, str | None]:
-    """A backend's module, and why it cannot run on a device: two in one machine may differ in compute capability."""
+    """Return a backend's module, and why it cannot run on a device; GPUs of one machine may differ in capability."""
     module = importlib.import_module(_MODULES.get(name, f"thunder_moe.kernels.{name}"))
     return module, module.unavailable_reason(device)
 
 
 def _indexed(device: torch.device) -> torch.device:
-    """The device with its index: the current one where "cuda" has none."""
+    """Return the device with its index: the current one where "cuda" has none."""
     if device.type != "cuda" or device.index is not None or not torch.cuda.is_available():
         return device
     return torch.device("cuda", torch.cuda.current_device())

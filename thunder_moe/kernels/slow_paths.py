@@ -1,4 +1,4 @@
-"""Warns of slow paths, each once per process: what is slow, of which operands, and what to do.
+"""Warns of slow paths, each once per process: what is slow, for what operands, and what to do.
 Called by kernels, nn and compilers.dynamo; calls formats.
 """
 
@@ -18,18 +18,18 @@ _warned: set[Hashable] = set()
 
 
 def warn_once(cause: Hashable, message: str) -> None:
-    """Warns, unless this process has been warned of the cause."""
+    """Warn, unless this process has been warned of the cause."""
     if cause not in _warned:
         _warned.add(cause)
         warnings.warn(f"thunder_moe: {message}", stacklevel=3)
 
 
 def to_linear(weight: Weight, reader: str = "the kernels") -> Weight:
-    """A weight in layout "linear", for a backend that reads no other: a conversion costs far more than a GEMM.
+    """Return a weight in layout "linear", for a backend that reads no other: a conversion costs far more than a GEMM.
 
     Args:
         weight: in any layout.
-        reader: who reads it, for the warning.
+        reader: the name of the backend that reads it, for the warning.
     """
     if weight.layout == LINEAR:
         return weight

@@ -19,10 +19,10 @@ __all__ = ["CombineSpec", "DgradSpec", "ExpertsSpec", "GemmSpec", "LinearSpec", 
 
 @dataclass(frozen=True)
 class Target:
-    """A CUDA device, and what of it decides which kernels run.
+    """A CUDA device, and its properties that decide which kernels run.
 
     Attributes:
-        device: with an index.
+        device: the device, with an index.
         multiprocessors: their number.
         capability: the compute capability, such as (9, 0).
     """
@@ -56,10 +56,10 @@ class GemmSpec:
         num_experts: E.
         n: N, rows of a weight; 2 I with an activation.
         k: K.
-        dtype: of rows and result.
+        dtype: the dtype of rows and result.
         weight: the packed weight.
         target: where it runs.
-        top_k: rows of a token, which are gathered by a row_slot; None where rows are given as they are.
+        top_k: the number of rows of a token, gathered by a row_slot; None if rows are already gathered.
         slot_scale: the dtype of that operand; None for no operand.
         bias: the dtype of that operand; None for no operand.
         activation: fused into the GEMM; None for the GEMM alone.
@@ -79,7 +79,7 @@ class GemmSpec:
 
     @property
     def features(self) -> int:
-        """Columns of the result."""
+        """Return the columns of the result."""
         return self.n if self.activation is None else self.n // 2
 
 
@@ -93,7 +93,7 @@ class ExpertsSpec:
         num_experts: E.
         hidden_size: H.
         intermediate_size: I.
-        dtype: of tokens and result.
+        dtype: the dtype of tokens and result.
         ids: the dtype of the expert ids.
         weights: the dtype of the routing weights.
         gate_up: the packed weight (E, 2I, H).
@@ -127,12 +127,12 @@ class ExpertsSpec:
 
     @property
     def rows(self) -> int:
-        """M."""
+        """Return M."""
         return self.tokens * self.top_k
 
     @property
     def gate_up_gemm(self) -> GemmSpec:
-        """The first GEMM."""
+        """Return the first GEMM."""
         return GemmSpec(
             self.rows, self.num_experts, 2 * self.intermediate_size, self.hidden_size, self.dtype, self.gate_up,
             self.target, self.top_k, self.weights if self.weight_on_input else None, self.gate_up_bias, self.activation,
@@ -140,7 +140,7 @@ class ExpertsSpec:
 
     @property
     def down_gemm(self) -> GemmSpec:
-        """The second GEMM."""
+        """Return the second GEMM."""
         return GemmSpec(
             self.rows, self.num_experts, self.hidden_size, self.intermediate_size, self.dtype, self.down, self.target,
             bias=self.down_bias,
@@ -156,7 +156,7 @@ class CombineSpec:
         tokens: T, positive.
         top_k: A, positive.
         n: N, positive.
-        dtype: of rows and result.
+        dtype: the dtype of rows and result.
         weights: the dtype of the weights; None for no operand.
     """
 
@@ -180,7 +180,7 @@ class RouterSpec:
         bias: the dtype of the bias of the choice; None for no operand.
         scores: the dtype of the scores.
         target: where it runs.
-        hidden_size: H, where the router's linear layer is a part of it; else None.
+        hidden_size: H, if the router's linear layer is a part of it; else None.
         hidden: the dtype of the linear layer's operands, or None.
         linear_bias: True if the linear layer has a bias.
     """
@@ -206,11 +206,11 @@ class LinearSpec:
         num_experts: E, positive.
         n: N, positive.
         k: K, positive.
-        dtype: of rows, weight and result.
+        dtype: the dtype of rows, weight and result.
         target: where it runs.
         transposed: True if the weight is (E, K, N).
         wide_offsets: True if the offsets are int64, not int32.
-        zero_tail: True if rows past the last end become zeros, instead of staying as they were.
+        zero_tail: True if rows past the last end become zeros, instead of keeping their values.
         into: True if the result is written into a given tensor.
         rank: R of an adapter, whose product (M, R) x (E, N, R) is added; 0 for none.
     """
@@ -237,7 +237,7 @@ class DgradSpec:
         num_experts: E.
         n: N.
         k: K.
-        dtype: of the gradients.
+        dtype: the dtype of the gradients.
         weight: the packed weight.
         target: where it runs.
         rank: R of an adapter, whose product (M, R) x (E, R, K) is added; 0 for none.

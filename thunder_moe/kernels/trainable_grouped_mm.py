@@ -15,28 +15,29 @@ __all__ = ["dgrad", "forward", "wgrad"]
 
 
 def _readable(tensor: Tensor) -> Tensor:
-    """The tensor in strides that torch._grouped_mm takes."""
+    """Return the tensor in strides that torch._grouped_mm takes."""
     return tensor if 0 not in tensor.stride() and 1 in tensor.stride()[-2:] else _contiguous(tensor)
 
 
 def _contiguous(tensor: Tensor) -> Tensor:
-    # An empty tensor counts as contiguous whatever its strides, but torch._grouped_mm looks at them.
+    # An empty tensor counts as contiguous with any strides, but torch._grouped_mm looks at them.
     return tensor.contiguous() if tensor.numel() else tensor.new_empty(tensor.shape)
 
 
 def forward(a: Tensor, b: Tensor, offsets: Tensor, out_dtype: torch.dtype | None = None) -> Tensor:
-    """(M, K) x (E, K, N) -> (M, N), contiguous."""
-    # Where N is not a multiple of 16 bytes torch pads the rows of the result; graphs promise contiguous ones.
+    """Multiply (M, K) x (E, K, N) -> (M, N), contiguous."""
+    # If N is not a multiple of 16 bytes, torch pads the rows of the result; graphs promise contiguous ones.
     return torch._grouped_mm(_readable(a), _readable(b), offs=offsets, out_dtype=out_dtype).contiguous()
 
 
 def dgrad(grad: Tensor, b: Tensor, offsets: Tensor) -> Tensor:
-    """Gradient (M, N) of the output -> gradient (M, K) of the rows."""
+    """Return the gradient (M, K) of the rows, from the gradient (M, N) of the output."""
     return torch._grouped_mm(_contiguous(grad), _readable(b).transpose(-1, -2), offs=offsets)
 
 
 def wgrad(a: Tensor, grad: Tensor, offsets: Tensor, row_major: bool = False) -> Tensor:
-    """Rows and gradient (M, N) of the output -> gradient (E, K, N) of the weight; zero for experts without rows.
+    """Return the gradient (E, K, N) of the weight, from rows and the output's gradient (M, N); 0 for experts without
+    rows.
 
     Contiguous when row_major. Otherwise it is computed as (N, M) x (M, K), and contiguous as (E, N, K), the layout of
     the usual parameter.

@@ -1,9 +1,9 @@
 """The kernels of training in plain torch: their definition, what a CPU runs, and what tests compare others with.
 Called through kernels.select; calls activations, routing and, for products of 4-bit weights, kernels.select.
 
-Every function takes operands of any strides and gives contiguous results, as the operators' fakes say. Rows past the
-last row end may hold anything: they contribute nothing, and results are zero there, or, in a buffer of the caller's,
-stay as they were. Sums over rows are float32 in a fixed order.
+Every function takes operands of any strides and gives contiguous results, like the operators' fakes. Rows past the last
+row end may hold anything: they contribute nothing. Results are zero there; in a buffer of the caller these rows are not
+written. Sums over rows are float32 in a fixed order.
 
 Legend: M rows sorted by expert, E experts, N out_features, K in_features, I intermediate_size; offsets int32 (E,)
 row ends.
@@ -40,7 +40,7 @@ __all__ = [
 
 
 def grouped_mm(rows: Tensor, weight: Tensor, offsets: Tensor, out: Tensor | None = None) -> Tensor:
-    """(M, K) x (E, N, K) -> (M, N) in the rows' dtype, contiguous; `out` is returned where it is given."""
+    """Multiply (M, K) by (E, N, K): -> (M, N) in the rows' dtype, contiguous, and written into `out` if given."""
     m, n = rows.shape[0], weight.shape[1]
     result = rows.new_empty(m, n) if out is None else out
     groups = row_groups(offsets, m)
@@ -52,41 +52,41 @@ def grouped_mm(rows: Tensor, weight: Tensor, offsets: Tensor, out: Tensor | None
 
 
 def grouped_mm_low_rank(rows: Tensor, weight: NVFP4Weight, offsets: Tensor, inner: Tensor, b: Tensor) -> Tensor:
-    """Rows (M, K) x a 4-bit weight (E, N, K) + inner (M, R) x b (E, N, R) -> (M, N), undefined past the end."""
+    """Compute rows (M, K) x a 4-bit weight (E, N, K) + inner (M, R) x b (E, N, R) -> (M, N), undefined past the end."""
     out: Tensor = select(rows.device).grouped_mm(rows, weight, offsets)
     return out.add_(grouped_mm(inner, b, offsets))
 
 
 def grouped_mm_low_rank_dgrad(grad: Tensor, weight: NVFP4Weight, offsets: Tensor, outer: Tensor, a: Tensor) -> Tensor:
-    """Grad (M, N) x a 4-bit weight (E, N, K) + outer (M, R) x a (E, R, K) -> (M, K); likewise."""
+    """Compute grad (M, N) x a 4-bit weight (E, N, K) + outer (M, R) x a (E, R, K) -> (M, K), undefined past the end."""
     out: Tensor = select(grad.device).grouped_mm_dgrad(grad, weight, offsets)
     return out.add_(grouped_mm(outer, a.mT, offsets))
 
 
 def gather_low_rank(tokens: Tensor, row_slot: Tensor, weight: Tensor, offsets: Tensor) -> tuple[Tensor, Tensor]:
-    """Tokens (T, K), row_slot (M,), weight (E, R, K) -> the rows (M, K) and their product (M, R), both undefined past
+    """Gather tokens (T, K) by row_slot (M,); multiply by (E, R, K): -> rows (M, K), product (M, R), both undefined past
     the end."""
     rows = gather_rows(tokens, row_slot)
     return rows, grouped_mm(rows, weight, offsets)
 
 
 def gathered_wgrad(tokens: Tensor, row_slot: Tensor, grad: Tensor, offsets: Tensor) -> Tensor:
-    """`wgrad` for rows of tokens (T, K): gradient (M, N) -> (E, N, K)."""
+    """Return `wgrad` (E, N, K) of rows gathered from tokens (T, K), and their gradient (M, N)."""
     return wgrad(gather_rows(tokens, row_slot), grad, offsets)
 
 
 def dgrad(grad: Tensor, weight: Tensor, offsets: Tensor, out: Tensor | None = None) -> Tensor:
-    """Gradient (M, N) of the output, (E, N, K) -> gradient (M, K) of the rows."""
+    """Multiply the gradient (M, N) of the output by (E, N, K): -> gradient (M, K) of the rows."""
     return grouped_mm(grad, weight.transpose(1, 2), offsets, out)
 
 
 def wgrad(rows: Tensor, grad: Tensor, offsets: Tensor, out: Tensor | None = None, accumulate: bool = False) -> Tensor:
-    """Rows (M, K), gradient (M, N) of the output -> gradient (E, N, K) of the weight, in the rows' dtype.
+    """Return the weight's gradient (E, N, K) in the rows' dtype, from rows (M, K) and the output's gradient (M, N).
 
     Args:
         out: float32 (E, N, K), contiguous: the gradient goes there, float32 from the products on.
-        accumulate: it is added to `out`, in which experts without rows stay as they were; otherwise it takes the place
-            of what `out` holds, whatever that is.
+        accumulate: it is added to `out`, where experts without rows are not written; otherwise it replaces the contents
+            of `out`.
     """
     result = rows.new_zeros(offsets.shape[0], grad.shape[1], rows.shape[1]) if out is None else out
     if out is not None and not accumulate:
@@ -108,7 +108,8 @@ def add_bias(
     scales: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """``(y + bias[expert] * bias_scale) * scales`` in float32, rounded once: (M, N), bias (E, N), (M,) each -> (M, N).
+    """Compute ``(y + bias[expert] * bias_scale) * scales`` in float32, rounded once: (M, N), bias (E, N), (M,) each ->
+    (M, N).
 
     `out` may be y itself.
     """
@@ -125,7 +126,7 @@ def add_bias(
 
 
 def bias_grad(grad: Tensor, offsets: Tensor, scale: Tensor | None = None) -> Tensor:
-    """Gradient (M, N) of the output, times scale (M,) -> float32 (E, N): the sum of each expert's rows."""
+    """Sum each expert's rows of the output's gradient (M, N), times scale (M,): -> float32 (E, N)."""
     result = grad.new_zeros(offsets.shape[0], grad.shape[1], dtype=torch.float32)
     for expert, begin, end in row_groups(offsets, grad.shape[0]):
         of_expert = grad[begin:end].float()
@@ -136,13 +137,13 @@ def bias_grad(grad: Tensor, offsets: Tensor, scale: Tensor | None = None) -> Ten
 
 
 def bias_scale_grad(grad: Tensor, bias: Tensor, offsets: Tensor) -> Tensor:
-    """Gradient (M, N) of the output, bias (E, N) -> float32 (M,): the product of each row with its expert's bias."""
+    """Multiply each row of the output's gradient (M, N) with its expert's bias (E, N): -> float32 (M,)."""
     of_row = bias[expert_of_row(offsets, grad.shape[0])].float()
     return torch.where(live_rows(offsets, grad.shape[0]), grad.float() * of_row, 0).sum(-1)
 
 
 def combine_rows(rows: Tensor, offsets: Tensor, slot_row: Tensor, out: Tensor | None = None) -> Tensor:
-    """Rows (M, N), slot_row int32 (T, A) -> (T, N) in the rows' dtype, contiguous and in `out` where it is given,
+    """Sum rows (M, N), slot_row int32 (T, A) -> (T, N) in the rows' dtype, contiguous and in `out` if it is given,
     summed in float32; -1: no row."""
     sums = combine(rows, offsets, slot_row, None, None)
     return sums if out is None else out.copy_(sums)
@@ -156,11 +157,11 @@ def scaled_swiglu(
     form: SwiGLUConfig,
     interleave: int | None = None,
 ) -> Tensor:
-    """(M, 2I) -> (M, I) in y's dtype: the activation, times scales (M,); float32 inside, rounded once.
+    """Activate (M, 2I) -> (M, I) in y's dtype, times scales (M,); float32 inside, rounded once.
 
     Args:
-        interleave: s, where gate and up take turns of s columns: ``y.view(M, I // s, 2, s)``; None: the gate's I
-            columns come first.
+        interleave: s, if gate and up alternate every s columns: ``y.view(M, I // s, 2, s)``; None: the gate's I columns
+            come first.
         offsets: row ends, past which the result is zero; None: all rows are live.
     """
     out = form(*_gate_up(y, interleave))
@@ -177,8 +178,8 @@ def scaled_swiglu_gradient(
     interleave: int | None = None,
     needs: tuple[bool, bool] = (True, True),
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Gradient (M, I) of `scaled_swiglu`'s output -> those that `needs` asks for: of y, in its dtype, and of scales
-    (M,), in theirs."""
+    """Return the gradients that `needs` asks for, from (M, I) of `scaled_swiglu`'s output: of y, in its dtype, and of
+    scales (M,), in theirs."""
     gate, up = _gate_up(y, interleave)
     wide = grad.float()
     of_y = of_scales = None
@@ -203,7 +204,7 @@ def swiglu_gradient_and_value(
 
 
 def scaled_srelu(y: Tensor, scales: Tensor | None = None, offsets: Tensor | None = None) -> Tensor:
-    """(M, I) -> (M, I): ``relu(y)**2``, times scales (M,); float32 inside, rounded once."""
+    """Compute ``relu(y)**2`` times scales (M,): (M, I) -> (M, I); float32 inside, rounded once."""
     return _scaled(y.float().relu().square(), scales, offsets, y.dtype)
 
 
@@ -215,7 +216,7 @@ def scaled_srelu_gradient(
     *,
     needs: tuple[bool, bool] = (True, True),
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Gradient (M, I) of `scaled_srelu`'s output -> those that `needs` asks for of y and of scales (M,)."""
+    """Return the gradients of y and of scales (M,) that `needs` asks for, from (M, I) of `scaled_srelu`'s output."""
     wide, positive = grad.float(), y.float().relu()
     of_y = of_scales = None
     if needs[0]:
@@ -227,7 +228,7 @@ def scaled_srelu_gradient(
 
 
 def _gate_up(y: Tensor, interleave: int | None) -> tuple[Tensor, Tensor]:
-    """float32 gate and up (M, I)."""
+    """Return gate and up (M, I) in float32."""
     wide = y.float()
     if interleave is not None:
         wide = wide.unflatten(-1, (-1, 2, interleave)).transpose(1, 2).flatten(1)

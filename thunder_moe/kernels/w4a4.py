@@ -40,22 +40,22 @@ SMALLEST_AMAX = 1e-30
 
 
 def unavailable_reason(device: torch.device | None = None) -> str | None:
-    """Return None: it runs wherever torch does."""
+    """Return None: this backend runs on every device of torch."""
     return None
 
 
 def quantize_rows(
     activation: torch.Tensor, amax: float | None = None, live: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Quantizes rows to NVFP4 with the arithmetic of nvFuser's nv_grouped_block_quantize.
+    """Quantize rows to NVFP4 with the arithmetic of nvFuser's nv_grouped_block_quantize.
 
-    It differs from `formats.nvfp4.quantize`, the one for weights: all rows have one global scale, and values are
+    It differs from `formats.nvfp4.quantize`, which is for weights: all rows have one global scale, and values are
     multiplied by a rounded reciprocal instead of divided.
 
     Args:
         activation: (M, K) float32, bfloat16 or float16; K a multiple of 16.
-        amax: largest magnitude known from calibration; that of `activation` when None. Larger values saturate.
-        live: bool (M, 1), the rows that count for the largest magnitude; all when None.
+        amax: largest magnitude known from calibration; None: the largest of `activation`. Larger values saturate.
+        live: bool (M, 1), the rows that count for the largest magnitude; None: all rows.
 
     Returns:
         (values of E2M1 as float32 (M, K), block scales float8_e4m3fn (M, K // 16), decode scale float32 0-d): a row is
@@ -84,14 +84,14 @@ def quantize_rows(
 def grouped_mm(
     activation: torch.Tensor, weight: PackedWeight, offsets: torch.Tensor, *, amax: float | None = None
 ) -> torch.Tensor:
-    """(M, K) rows sorted by expert, offsets (E,) row ends -> (M, N) in the activation's dtype."""
+    """Multiply (M, K) rows sorted by expert, with offsets (E,) of row ends: -> (M, N) in the activation's dtype."""
     values, scale, decode = quantize_rows(activation, amax, live_rows(offsets, activation.shape[0]))
     rows = (values.view(*scale.shape, BLOCK_SIZE) * scale.float()[..., None]).flatten(-2)  # exact in float32
     return (reference.grouped_mm(rows, weight, offsets) * decode).to(activation.dtype)
 
 
 def grouped_mm_dgrad(grad: torch.Tensor, weight: PackedWeight, offsets: torch.Tensor) -> torch.Tensor:
-    """Gradient (M, N) of `grouped_mm`'s output -> gradient (M, K) of its activation, as if that were not rounded."""
+    """Return the gradient (M, K) of `grouped_mm`'s activation, as if it were not rounded, from (M, N) of the output."""
     return reference.grouped_mm_dgrad(grad, weight, offsets)
 
 
@@ -106,7 +106,7 @@ def grouped_swiglu(
     *,
     amax: float | None = None,
 ) -> torch.Tensor:
-    """Rows (M, K), or tokens (T, K) with row_slot (M,); weight (E, 2I, K) with the gate's rows first -> (M, I)."""
+    """Return (M, I) of rows (M, K), or of tokens (T, K) with row_slot (M,); weight (E, 2I, K) has gate rows first."""
     gate_up = grouped_mm(gather_rows(activation, row_slot), weight, offsets, amax=amax)
     return swiglu(gate_up, offsets, form, scale_of_rows(slot_scale, row_slot), bias)
 
@@ -119,17 +119,17 @@ def grouped_mm_combine(
     slot_weight: torch.Tensor | None,
     bias: torch.Tensor | None,
 ) -> torch.Tensor:
-    """(M, K) -> (T, N): each slot's row, plus bias (E, N), times slot_weight (T, A), summed per token."""
+    """Multiply (M, K) -> (T, N): each slot's row, plus bias (E, N), times slot_weight (T, A), summed per token."""
     return combine(grouped_mm(activation, weight, offsets), offsets, slot_row, slot_weight, bias)
 
 
 def moe_experts(call: ExpertsCall) -> torch.Tensor:
-    """The experts of a layer, step by step: (T, H), or the rows (M, H) of a call that is not summed."""
+    """Run the experts of a layer step by step; return (T, H), or the rows (M, H) of a call that is not summed."""
     return unfused(sys.modules[__name__], call)
 
 
 def mm(activation: torch.Tensor, weight: PackedWeight, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """(M, K), a weight (1, N, K), bias (N,) -> (M, N) in the activation's dtype."""
+    """Multiply (M, K) by a weight (1, N, K), plus bias (N,): -> (M, N) in the activation's dtype."""
     values, scale, decode = quantize_rows(activation)
     rows = (values.view(*scale.shape, BLOCK_SIZE) * scale.float()[..., None]).flatten(-2)  # exact in float32
     out = reference.mm(rows, weight) * decode
@@ -137,12 +137,12 @@ def mm(activation: torch.Tensor, weight: PackedWeight, bias: torch.Tensor | None
 
 
 def mm_dgrad(grad: torch.Tensor, weight: PackedWeight) -> torch.Tensor:
-    """Gradient (M, N) of `mm`'s output -> gradient (M, K) of its activation, as if that were not rounded."""
+    """Return the gradient (M, K) of `mm`'s activation, as if it were not rounded, from (M, N) of the output."""
     return reference.mm_dgrad(grad, weight)
 
 
 def _round_to_e2m1(x: torch.Tensor) -> torch.Tensor:
-    """The nearest of 0, 0.5, 1, 1.5, 2, 3, 4, 6 and their negatives, ties to the even code, saturating."""
+    """Return the nearest of 0, 0.5, 1, 1.5, 2, 3, 4, 6 and their negatives, ties to the even code, saturating."""
     magnitude = x.abs().clamp_max(E2M1_MAX)
     # The steps are 0.5 up to 2, 1 up to 4 and 2 up to 6; halves of them round to even codes at every step.
     step = torch.where(magnitude < 2, 0.5, torch.where(magnitude < 4, 1.0, 2.0))

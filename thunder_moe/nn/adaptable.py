@@ -12,7 +12,7 @@ __all__ = ["AdaptableLinear"]
 
 
 class AdaptableLinear(nn.Module):
-    """A linear that takes weights with merged adapters; ``lora_merged``, which names these, is no unexpected key."""
+    """A linear that loads weights with merged adapters: the key ``lora_merged``, which names these, is expected."""
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
         super()._load_from_state_dict(state_dict, prefix, *args)

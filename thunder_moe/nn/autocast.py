@@ -11,7 +11,7 @@ __all__ = ["autocast_dtype", "autocast_rows"]
 
 
 def autocast_dtype(x: Tensor) -> torch.dtype | None:
-    """The dtype that autocast has linears of x compute in; None where it is off."""
+    """Return the dtype that autocast has linears of x compute in; None if it is off."""
     kind = x.device.type
     if kind == "meta" or not torch.is_autocast_enabled(kind):  # is_autocast_available is not traced before torch 2.13
         return None
@@ -19,6 +19,6 @@ def autocast_dtype(x: Tensor) -> torch.dtype | None:
 
 
 def autocast_rows(x: Tensor) -> Tensor:
-    """Rows in the dtype of autocast, where it is on."""
+    """Return rows in the dtype of autocast, if it is on."""
     dtype = autocast_dtype(x)
     return x if dtype is None else x.to(dtype)

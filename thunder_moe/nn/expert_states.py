@@ -18,7 +18,7 @@ NAMES = ("weight", "bias")
 
 
 def check_experts(state_dict: dict[str, Any], prefix: str, linear: nn.Module) -> list[str]:
-    """The names of a linear's parameters, of weight and bias, that a state dict has per expert.
+    """Return the names of a linear's parameters, of weight and bias, that a state dict has per expert.
 
     Raises:
         ValueError: some experts of a name are there and others are not, or both forms of it; a tensor of another shape.
@@ -49,7 +49,7 @@ def check_experts(state_dict: dict[str, Any], prefix: str, linear: nn.Module) ->
 
 
 def one_per_weight(state_dict: dict[str, Any], prefix: str, linear: nn.Module) -> dict[str, Any]:
-    """A state dict for one linear, whichever form it has there, without the `_extra_state` that TransformerEngine has.
+    """Return a state dict with one tensor per weight for a linear, without TransformerEngine's `_extra_state`.
 
     Raises:
         ValueError: as `check_experts`.

@@ -34,13 +34,13 @@ class GroupedLinear(AdaptableLinear):
         num_experts: E.
         in_features: K.
         out_features: N.
-        bias: whether there is one.
-        dtype: of the parameters, torch's default when None.
-        device: of the parameters, torch's default when None.
+        bias: True for a bias.
+        dtype: the dtype of the parameters, torch's default when None.
+        device: the device of the parameters, torch's default when None.
         accumulate_into_main_grad: the gradient of a trainable weight is added to ``weight.main_grad``, a float32 tensor
             of its shape that the caller provides, without a rounding to the weight's dtype; ``weight.grad`` stays None.
-            With a true ``weight.overwrite_main_grad`` it takes the place of what main_grad holds. Where the weight has
-            an attribute ``grad_added_to_main_grad``, it is set to True, and autograd gets zeros, so that hooks fire.
+            With a true ``weight.overwrite_main_grad`` it replaces the contents of main_grad. If the weight has an
+            attribute ``grad_added_to_main_grad``, it is set to True, and autograd gets zeros, so that hooks fire.
         delay_wgrad: a backward keeps the rows and the gradient of its output, and `backward_dw` computes the weight's
             gradient. Biases do not wait.
 
@@ -48,13 +48,13 @@ class GroupedLinear(AdaptableLinear):
         weight: parameter (E, N, K), initialised as `torch.nn.Linear` does: U(-K**-0.5, K**-0.5).
         bias: parameter (E, N), initialised likewise, or None.
 
-    State dicts have ``weight`` and ``bias``; with one ``weight0``, ``bias0``, ... per expert they load too. What waits
-    for `backward_dw` is not copied or pickled with the module.
+    State dicts have ``weight`` and ``bias``; state dicts with one ``weight0``, ``bias0``, ... per expert load, too.
+    Gradients that wait for `backward_dw` are not copied or pickled with the module.
     """
 
     weight: nn.Parameter
     bias: nn.Parameter | None
-    _sharded = False  # whether the parameters are DTensors, of which a rank computes with its own part
+    _sharded = False  # True if the parameters are DTensors; a rank computes with its own part
 
     def __init__(
         self,
@@ -96,14 +96,14 @@ class GroupedLinear(AdaptableLinear):
         out: Tensor | None = None,
         grad_input: Tensor | None = None,
     ) -> Tensor:
-        """(M, K) rows sorted by expert, offsets (E,) row ends -> (M, N).
+        """Multiply (M, K) rows sorted by expert, with offsets (E,) of row ends: -> (M, N).
 
         Rows past ``offsets[-1]`` may hold anything: results and gradients are zero there.
 
         Args:
             bias_scale: floating point (M,), multiplies each row's bias.
-            out: buffer (M, N) for the result, which then shares its memory; rows past the end stay as they were.
-            grad_input: buffer (M, K) for the gradient of x, likewise; untouched where x needs none.
+            out: buffer (M, N) for the result, which then shares its memory; rows past the end are not written.
+            grad_input: buffer (M, K) for the gradient of x, likewise; untouched if x needs no gradient.
 
         Raises:
             ValueError: an argument has the wrong rank, size, dtype or device; bias_scale without a bias; a buffer that
@@ -121,12 +121,12 @@ class GroupedLinear(AdaptableLinear):
         return result
 
     def local_parameters(self) -> tuple[Tensor, Tensor | None]:
-        """Weight and bias, of which this rank has a part where they are DTensors."""
+        """Return weight and bias, or this rank's parts of DTensors."""
         return local_part(self.weight, self._sharded), local_part(self.bias, self._sharded)
 
     def backward_dw(self) -> None:
-        """Computes the oldest weight gradient that waits and adds it to ``weight.grad`` or main_grad, firing the hooks
-        of the parameter; does nothing when none waits.
+        """Compute the oldest waiting weight gradient and add it to ``weight.grad`` or main_grad, firing the hooks of
+        the parameter; do nothing if none waits.
 
         Raises:
             ValueError: the weight is frozen by now, or main_grad does not fit.
@@ -160,8 +160,9 @@ class GroupedLinear(AdaptableLinear):
 
 
 def per_expert_state_dict(module: nn.Module) -> dict[str, Tensor]:
-    """The state dict of a module with one tensor per expert: ``weight0``, ``bias0``, ... in place of the ``weight`` and
-    ``bias`` of each `GroupedLinear` in it, as TransformerEngine names them. The tensors share the parameters' memory.
+    """Return the state dict of a module with one tensor per expert: ``weight0``, ``bias0``, ... in place of the
+    ``weight`` and ``bias`` of each `GroupedLinear` in it, as TransformerEngine names them. The tensors share the
+    parameters' memory.
     """
     modules = module.named_modules(remove_duplicate=False)  # state dicts have a shared module under each of its names
     linears = {name for name, child in modules if isinstance(child, GroupedLinear)}
@@ -200,18 +201,18 @@ def local_part(parameter: None, sharded: bool) -> None: ...
 
 
 def local_part(parameter: Any, sharded: bool) -> Any:
-    """A parameter, or this rank's part of it."""
+    """Return a parameter, or this rank's part of it."""
     return parameter.to_local() if sharded and parameter is not None else parameter
 
 
 def autocast(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Rows and weight in the dtype of autocast, where it is on."""
+    """Return rows and weight in the dtype of autocast, if it is on."""
     dtype = autocast_dtype(x)
     return (x, weight) if dtype is None else (x.to(dtype), weight.to(dtype))
 
 
 def refuse_traced(linear: GroupedLinear, x: Tensor, **buffers: Tensor | None) -> None:
-    """ValueError while Thunder traces: its traces have no writes into tensors of the caller."""
+    """Raise ValueError while Thunder traces: its traces cannot write into tensors of the caller."""
     if isinstance(x.dtype, torch.dtype):
         return
     given = " and ".join(_given(linear, **buffers))
@@ -237,7 +238,7 @@ def run_into(
     grad_input: Tensor | None,
     form: ActivationForm | None = None,
 ) -> Tensor:
-    """A linear's forward, with a `form` on activated rows; results and gradients go into tensors of the caller."""
+    """Run a linear's forward, with a `form` on activated rows; results and gradients go into tensors of the caller."""
     if linear._sharded:
         given = " and ".join(_given(linear, out=out, grad_input=grad_input))
         raise ValueError(f"{given}: got it for a weight that is cut over ranks, wanted a whole weight")

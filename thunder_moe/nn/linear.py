@@ -19,7 +19,7 @@ from thunder_moe.formats.layouts import LINEAR, block_shapes
 from thunder_moe.formats.weight import NVFP4Weight, PackedWeight
 from thunder_moe.kernels.select import chosen_backend, lay_out, quantize
 from thunder_moe.nn.adaptable import AdaptableLinear
-from thunder_moe.nn.packed import NVFP4Module
+from thunder_moe.nn.packed import PackedModule
 from thunder_moe.ops import scaled_mm
 from thunder_moe.ops.operator import operator_for
 
@@ -29,21 +29,21 @@ if TYPE_CHECKING:
 __all__ = ["NVFP4Linear", "NVFP4LinearPart", "NVFP4LinearStack", "stacked_bias"]
 
 
-class NVFP4Linear(NVFP4Module):
+class NVFP4Linear(PackedModule):
     """`torch.nn.Linear` with a frozen 4-bit (or MXFP8) weight, kept as buffers, and a 16-bit (or float32) bias.
 
-    The names in the state dict are qdata, scale, global_scale and bias. `NVFP4Module` says how buffers, state dicts and
-    moves are; `from_linear` makes one.
+    The names in the state dict are qdata, scale, global_scale and bias. `PackedModule` describes buffers, state dicts
+    and moves; `from_linear` makes one.
 
     Args:
         weight: (1, N, K).
         bias: (N,) or None.
-        **options: weight_dtype, weight_requires_grad, auto_layout and part_features of `NVFP4Module`.
+        **options: weight_dtype, weight_requires_grad, auto_layout and part_features of `PackedModule`.
 
     Attributes:
         qdata: uint8 (N, K // 2), or blocks of it; scale: float8_e4m3fn (N, K // 16), or blocks; global_scale: float32
-            () or (N,). Of an MXFP8 weight float8_e4m3fn (N, K), float8_e8m0fnu (N, K // 32) and None.
-            ``module.to(dtype)`` leaves them as they are.
+            () or (N,). For an MXFP8 weight float8_e4m3fn (N, K), float8_e8m0fnu (N, K // 32) and None.
+            ``module.to(dtype)`` leaves them unchanged.
         bias: parameter (N,), or None.
 
     Raises:
@@ -72,12 +72,13 @@ class NVFP4Linear(NVFP4Module):
         scale that readers of checkpoints want.
 
         Args:
-            *linears: of the same in_features; all with a bias, or none. One with a bias alone keeps its parameter.
+            *linears: linears with the same in_features; all have a bias, or none has. The bias of a single linear stays
+                the same parameter.
             pack: quantizes (E, N, K).
             layout: as in `quantize_`.
 
         Raises:
-            ValueError: in_features that differ or are no multiple of 16, a weight that cannot be quantized (NaN or
+            ValueError: in_features that differ or are not a multiple of 16, a weight that cannot be quantized (NaN or
                 Inf, another dtype than bfloat16, float16 and float32), some have a bias and others have none.
         """
         biases = [linear.bias for linear in linears if linear.bias is not None]
@@ -107,14 +108,14 @@ class NVFP4Linear(NVFP4Module):
         return scaled_mm.dense_operands(weight)
 
     def forward(self, x: Tensor) -> Tensor:
-        """(..., K) -> (..., N)."""
+        """Run the linear: (..., K) -> (..., N)."""
         weight, tensors = self.read()
         mm = operator_for("f16a_nvfp4weight_scaled_mm", weight.format)
         out: Tensor = mm(x, *tensors, self.bias, layout=weight.layout)
         return out
 
     def rows(self, x: Tensor, begin: int, size: int) -> Tensor:
-        """Return ``self(x)[..., begin : begin + size]``, of these rows of the weight alone if the layout stores them
+        """Return ``self(x)[..., begin : begin + size]``; compute only these output rows if the layout stores them
         separately."""
         weight, (codes, scale, *others) = self.read()
         bias: Tensor | None = self.bias
@@ -161,10 +162,10 @@ def stacked_bias(biases: Sequence[nn.Parameter]) -> nn.Parameter | None:
 class NVFP4LinearStack(NVFP4Linear):
     """Several linears that read the same rows (q, k and v; gate and up) as one, which runs once for all of them.
 
-    It is a child of the module that had the linears, where each of them is a `NVFP4LinearPart` now. A part computes its
-    own rows of the weight. In a parent that `share_in` was called with, a hook runs the stack once at the begin of each
-    call of the parent, and every part takes its columns of that result, once, if it is called with the very tensor
-    that the parent was called with, unchanged.
+    It is a child of the module that had the linears; each linear there is a `NVFP4LinearPart` now. A part computes its
+    own rows of the weight. If `share_in` was called with the parent, a hook runs the stack once at the start of each
+    call of the parent. A part takes its columns of that result, once, if it is called with the parent's own input
+    tensor and nothing has changed that tensor.
 
     Attributes:
         once: the hooks of `share_in`; None before its first call.
@@ -177,9 +178,9 @@ class NVFP4LinearStack(NVFP4Linear):
         """Compute the parts of each call of `parent` at once.
 
         Args:
-            parent: its forward calls each part once with its first argument, or `hidden_states`, which it leaves as it
-                is: `dense_names.READ_TOGETHER_BY` lists such classes. Another forward in its place has the parts
-                computed one by one. The hooks go with `leave`.
+            parent: its forward calls each part once with its first argument, or `hidden_states`, and does not change
+                it: `dense_names.READ_TOGETHER_BY` lists such classes. If another forward replaces it, the parts are
+                computed one by one. `leave` removes the hooks.
         """
         if self.once is None:
             self.once = _OncePerCall(self, _forward_of(parent))
@@ -209,7 +210,7 @@ class NVFP4LinearStack(NVFP4Linear):
 
 
 class _OncePerCall:
-    """The hooks by which each call of a module runs one of its stacks, and what waits for the parts meanwhile."""
+    """Forward hooks that run a stack once per call of its parent, and hold the result for the parts."""
 
     def __init__(self, stack: NVFP4LinearStack, forward: Callable[..., Any]) -> None:
         self.stack, self.forward = stack, forward
@@ -238,7 +239,7 @@ class _OncePerCall:
             self.held = None
 
     def take(self, x: Tensor, index: int) -> Tensor | None:
-        """Return the outputs of all parts of this call for x, once for each part; None where there are none."""
+        """Return the outputs of all parts of this call for x, once for each part; None if there are none."""
         held = self.held
         if held is None or held[0] is not x or held[1] != _state(x) or not held[3].pop(index, False):
             return None
@@ -269,7 +270,7 @@ class NVFP4LinearPart(AdaptableLinear):
     """One of the linears of a `NVFP4LinearStack`, which is a child of the same module and has the weights.
 
     Args:
-        stack: that it belongs to.
+        stack: the stack that it belongs to.
         index: its place among the linears of the stack.
     """
 
@@ -296,7 +297,7 @@ class NVFP4LinearPart(AdaptableLinear):
 
     @property
     def nvfp4_weight(self) -> NVFP4Weight:
-        """Return its weight, of a stack in NVFP4.
+        """Return its weight, if the stack is in NVFP4.
 
         Raises:
             ValueError: it is in another number format.
@@ -309,7 +310,7 @@ class NVFP4LinearPart(AdaptableLinear):
         return None if self.stack.bias is None else self.stack.bias[self._rows]
 
     def forward(self, x: Tensor) -> Tensor:
-        """(..., K) -> (..., N), maybe a view of the outputs of all."""
+        """Run the linear: (..., K) -> (..., N), maybe a view of the outputs of all parts."""
         if (self._forward_hooks or self._forward_pre_hooks) and self.stack.once is not None:
             self.stack.once.end()  # they may have changed x
         return self.stack.part(x, self.index)

@@ -90,8 +90,8 @@ class Llama4MoE(nn.Module):
 
     Args:
         config: the sizes.
-        dtype: of the weights, torch's default when None.
-        device: of the weights.
+        dtype: the dtype of the weights, torch's default when None.
+        device: the device of the weights.
     """
 
     def __init__(
@@ -113,20 +113,20 @@ class Llama4MoE(nn.Module):
 
     @classmethod
     def from_transformers(cls, module: nn.Module) -> Self:
-        """Copies the weights of a transformers `Llama4TextMoe` exactly.
+        """Copy the weights of a transformers `Llama4TextMoe` exactly.
 
         Raises:
-            TypeError: module is not a `Llama4TextMoe`, or one of a subclass.
-            ValueError: its activation is not SiLU, or its forward or that of one of its parts was replaced.
+            TypeError: module is not exactly a `Llama4TextMoe`.
+            ValueError: its activation is not SiLU, or its forward or the forward of one of its parts was replaced.
             ImportError: transformers is missing.
         """
-        # Lazily, and the only import upwards of nn: this constructor is public, its code knows transformers' classes.
+        # The only import upwards of nn, made lazily: this constructor is public, its code knows transformers' classes.
         from thunder_moe.integrations.huggingface.llama4 import copy_llama4_moe
 
         return copy_llama4_moe(module, cls)
 
     def forward(self, hidden_states: Tensor) -> Tensor:
-        """(B, S, H) -> (B, S, H).
+        """Run the layer: (B, S, H) -> (B, S, H).
 
         Raises:
             ValueError: hidden_states has the wrong rank or hidden size.
@@ -138,18 +138,18 @@ class Llama4MoE(nn.Module):
         return out_TH.reshape(hidden_states.shape)
 
     def tokens_of(self, hidden_states: Tensor) -> Tensor:
-        """(B, S, H) -> (T, H), after a check of the shape."""
+        """Return (B, S, H) as (T, H), after a check of the shape."""
         if hidden_states.ndim != 3 or hidden_states.shape[-1] != self.config.hidden_size:
             shape = tuple(hidden_states.shape)
             raise ValueError(f"hidden_states: got shape {shape}, wanted (batch, sequence, {self.config.hidden_size})")
         return hidden_states.reshape(-1, hidden_states.shape[-1])
 
     def run_routed_experts(self, x_TH: Tensor) -> Tensor:
-        """(T, H) -> (T, H): the routed experts without the shared one, weighted by the router."""
+        """Run the routed experts without the shared one, weighted by the router: (T, H) -> (T, H)."""
         return self.run_experts_by(self.router(x_TH), x_TH)
 
     def run_experts_by(self, logits_TE: Tensor, x_TH: Tensor) -> Tensor:
-        """`run_routed_experts` with the router's logits."""
+        """Run `run_routed_experts` with the router's logits."""
         weights = weights_to_fuse(self.routed_experts)
         if weights is not None:
             scores_TA, ids_TA, *order = torch.ops.thunder_moe.moe_router(

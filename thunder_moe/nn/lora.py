@@ -44,8 +44,8 @@ class LoRASpec:
         rank: r.
         scaling: multiplies B (A x).
         dropout: probability with which a value of x is left out for A in training.
-        parts: P, adapters that share the rows of W evenly: A (E, P r, K) has those of each after the other, and
-            B (E, N, r) those of each for its rows. 1, or 2 where gate and up have one each.
+        parts: P, the number of adapters that share the rows of W evenly: A (E, P r, K) has their A one after the other,
+            B (E, N, r) has each B at the adapter's rows. 1, or 2 if gate and up have an adapter each.
     """
 
     rank: int
@@ -63,11 +63,11 @@ def read_record(record: Tensor, names: Iterable[str]) -> tuple[dict[str, LoRASpe
     """Return the specs of a `LoRALinear.lora_record`, and the names of the active adapters.
 
     Args:
-        record: as there.
-        names: of the adapters that are stored with it.
+        record: the tensor `LoRALinear.lora_record`.
+        names: the names of the adapters that are stored with it.
 
     Raises:
-        ValueError: the record has not five valid numbers for each of the adapters.
+        ValueError: the record does not have five valid numbers for each adapter.
     """
     names = sorted(names)
     rows = record.tolist() if record.shape == (len(names), 5) and record.dtype == torch.float64 else [[math.nan] * 5]
@@ -85,7 +85,7 @@ def read_record(record: Tensor, names: Iterable[str]) -> tuple[dict[str, LoRASpe
 
 
 def _record_in(state_dict: Any, prefix: str) -> tuple[dict[str, LoRASpec], tuple[str, ...]] | None:
-    """Return `read_record` of the linear of a prefix; None where a state dict has no record of it."""
+    """Return `read_record` of the linear of a prefix; None if the state dict has none."""
     record, start = state_dict.get(f"{prefix}lora_specs"), f"{prefix}lora_A."
     if record is None or record.is_meta:
         return None
@@ -93,15 +93,15 @@ def _record_in(state_dict: Any, prefix: str) -> tuple[dict[str, LoRASpec], tuple
 
 
 class LoRALinear(nn.Module):
-    """A mixin: the adapters of a linear of experts, or of a dense linear, for which E is 1.
+    """A mixin that holds the adapters of a linear of experts, or of a dense linear (then E is 1).
 
     Attributes:
-        lora_A: parameters (E, P r, K) by adapter's name; (1, P r, K) where the experts share it.
+        lora_A: parameters (E, P r, K) by adapter's name; (1, P r, K) if the experts share it.
         lora_B: parameters (E, N, r), or (1, N, r).
-        lora_specs: the rest of each adapter, by name.
+        lora_specs: the settings of each adapter, by name.
         lora_active: the adapters that `forward` adds.
-        lora_by_peft: whether a PeftModel says which are active; else a state dict that is loaded does.
-        lora_merged: those that are in the weight instead; a state dict has the weight, their names and not them.
+        lora_by_peft: True if a PeftModel says which adapters are active; else a loaded state dict says it.
+        lora_merged: the adapters merged into the weight; a state dict has the merged weight and their names only.
     """
 
     lora_A: nn.ParameterDict  # noqa: N815  (PEFT's names)
@@ -127,7 +127,7 @@ class LoRALinear(nn.Module):
         """Return rank, scaling, dropout, parts and place among the active ones (0: not active) of each adapter, in the
         order of their names: float64 (adapters, 5).
 
-        Merged adapters are left out; None where all are.
+        Merged adapters are left out; None if all are.
         """
         active = self.lora_active
         rows = [
@@ -172,7 +172,7 @@ class LoRALinear(nn.Module):
         self.lora_active = (*(name for name in active if name in self.lora_specs), *others)
 
     def obstacle_to_load(self, state_dict: Any, prefix: str) -> str | None:
-        """Return why a state dict cannot be loaded; None when it can. One without a record is taken as it is."""
+        """Return why a state dict cannot be loaded; None if it can. A state dict without a record is accepted."""
         if self.lora_merged:
             merged = f"{list(self.lora_merged)} are merged into its weight"
             return f"{merged}, wanted unmerge_lora_(model) before loading"
@@ -195,7 +195,7 @@ class LoRALinear(nn.Module):
         return None
 
     def plus_lora(self, y: Tensor, x: Tensor, offsets: Tensor | None = None) -> Tensor:
-        """Add what the active adapters make of x (..., K) to y (..., N), in y's dtype.
+        """Add the active adapters' result for x (..., K) to y (..., N), in y's dtype.
 
         Args:
             y: the linear's result.
@@ -216,13 +216,13 @@ class LoRALinear(nn.Module):
         return linear(linear(x, a, offsets, None, None), b, offsets, None, None)
 
     def lora_drops_out(self) -> bool:
-        """Return whether an active adapter has a dropout now."""
+        """True if an active adapter has a dropout now."""
         return self.training and any(self.lora_specs[name].dropout > 0 for name in self.lora_active)
 
     def lora_pair(self, dtype: torch.dtype, names: tuple[str, ...] | None = None) -> tuple[Tensor, Tensor] | None:
         """Return A (E, R, K) and scaled B (E, N, R) of these adapters together, by default the active ones.
 
-        None where there are none.
+        None if there are none.
         """
         pairs = [self._pair(name) for name in (self.lora_active if names is None else names)]
         if not pairs:
@@ -273,10 +273,10 @@ class LoRAGroupedLinear(LoRALinear, GroupedLinear):
         out: Tensor | None = None,
         grad_input: Tensor | None = None,
     ) -> Tensor:
-        """Return the result of `GroupedLinear.forward` plus that of the active adapters.
+        """Return the result of `GroupedLinear.forward` plus the result of the active adapters.
 
         Raises:
-            ValueError: as there, and for a buffer.
+            ValueError: as in `GroupedLinear.forward`, and for a buffer.
         """
         for name, buffer in dict(out=out, grad_input=grad_input).items():
             if buffer is not None:
@@ -289,10 +289,10 @@ class NVFP4LoRAGroupedLinear(LoRALinear, NVFP4GroupedLinear):
     """`NVFP4GroupedLinear` with adapters, as `thunder_moe.add_lora_` makes it."""
 
     lora_unmerged: PackedWeight | None
-    lora_to_restore = False  # whether `dequantized` is to have the active adapters in it
+    lora_to_restore = False  # True if `dequantized` includes the active adapters
 
     def forward(self, x: Tensor, offsets: Tensor, bias_scale: Tensor | None = None) -> Tensor:
-        """Return the result of `NVFP4GroupedLinear.forward` plus that of the active adapters."""
+        """Return the result of `NVFP4GroupedLinear.forward` plus the result of the active adapters."""
         y = NVFP4GroupedLinear.forward(self, x, offsets, bias_scale)
         return self.plus_lora(y, x, offsets)
 
@@ -306,7 +306,7 @@ class NVFP4LoRAGroupedLinear(LoRALinear, NVFP4GroupedLinear):
 
 
 class LoRADense(LoRALinear):
-    """A mixin: the adapters of a dense linear."""
+    """A mixin that holds the adapters of a dense linear."""
 
     num_experts = 1
     lora_unmerged: PackedWeight | None
@@ -319,7 +319,7 @@ class NVFP4LoRALinear(LoRADense, NVFP4Linear):
     """`NVFP4Linear` with adapters, as `thunder_moe.add_lora_` makes it."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the result of `NVFP4Linear.forward` plus that of the active adapters."""
+        """Return the result of `NVFP4Linear.forward` plus the result of the active adapters."""
         return self.plus_lora(NVFP4Linear.forward(self, x), x)
 
 
@@ -335,5 +335,5 @@ class NVFP4LoRALinearPart(LoRADense, NVFP4LinearPart):
             self.stack._refused_in = error_msgs
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the result of `NVFP4LinearPart.forward` plus that of the active adapters."""
+        """Return the result of `NVFP4LinearPart.forward` plus the result of the active adapters."""
         return self.plus_lora(NVFP4LinearPart.forward(self, x), x)

@@ -1,5 +1,4 @@
-"""`NVFP4Module`, the base of modules that keep an NVFP4 weight: buffers whose shapes encode the layout, in state dicts,
-casts and moves.
+"""`PackedModule`, the base of modules with a packed weight, kept as buffers whose shapes encode the layout.
 Called by nn.quantized and nn.linear; calls kernels.select for the layout that a device reads best, nn.snapshot and
 nn.adaptable.
 
@@ -31,34 +30,34 @@ from thunder_moe.nn.snapshot import Reference, Snapshot, SnapshotPlace, alone, d
 from thunder_moe.ops.grouped_mm import operands
 from thunder_moe.ops.operator import is_eager
 
-__all__ = ["NVFP4Module"]
+__all__ = ["PackedModule"]
 
-# One call of C: other threads replace all before or all after it.
+# A single C call: other threads replace all buffers before or after it, never between two of them.
 _buffers_of_weight: Callable[[Any], Any] = itemgetter(*NVFP4.fields)
 
 
-class NVFP4Module(AdaptableLinear):
+class PackedModule(AdaptableLinear):
     """A module with one frozen packed weight, in NVFP4 or MXFP8, kept as buffers; `forward` is the subclass's.
 
-    The shapes of qdata and scale encode their layout (`formats.layouts.block_shapes`; those of dense layers lack the
-    dimension of experts): buffers that are passed around, replaced (``functional_call``) or kept from before always
-    carry their layout with their bytes. State dicts hold layout "linear" whatever the module's, and load into any: they
-    are converted on the way. A global scale of each row loads where the module's is of all rows, and the reverse.
-    State dicts of a module in another layout are copies then, which do not follow the module, and where modules share
-    weights, one each.
+    The shapes of qdata and scale encode their layout (`formats.layouts.block_shapes`; the shapes of dense layers lack
+    the dimension of experts). So buffers that are passed around, replaced (``functional_call``) or kept from before
+    carry their layout with their bytes. State dicts hold layout "linear" for every layout of the module, and load into
+    every layout. A global scale per row loads into a module that has one for all rows, and the reverse. If the module
+    is in another layout, its state dict holds converted copies: they do not follow the module, and modules that share
+    a weight get a copy each.
 
     Args:
         weight: (E, N, K); kept in its layout if that is one of `layouts.module_layouts`, else in "linear".
-        weight_dtype: of the 16-bit weight that this one stands for; what `dequantize_` gives back. One for each where
-            it stands for several, whose rows are stacked (gate and up).
-        weight_requires_grad: whether that weight was trainable; likewise.
-        auto_layout: whether the weights are laid out for the device that the module is moved to.
+        weight_dtype: the dtype of the 16-bit weight that this one stands for; what `dequantize_` gives back. One for
+            each where it stands for several stacked ones (gate and up).
+        weight_requires_grad: True if that weight was trainable; likewise.
+        auto_layout: True if the weights are laid out for the device that the module is moved to.
         part_features: out_features of each of the weights that it stands for; None: they share N evenly.
 
     Attributes:
         qdata, scale, global_scale: the tensors of the weight; the last is None in MXFP8. ``module.to(dtype)`` leaves
             them as they are.
-        format_name: of the weight's number format, "nvfp4" or "mxfp8".
+        format_name: the name of the weight's number format, "nvfp4" or "mxfp8".
         weight_dtypes, weights_require_grad: tuples of the above.
         auto_layout: as above.
     """
@@ -67,15 +66,15 @@ class NVFP4Module(AdaptableLinear):
     scale: Tensor
     global_scale: Tensor
     format_name: str = NVFP4.name
-    auto_layout: bool = False  # of modules pickled before there was a choice
-    _layout_to_be: str | None = None  # once the scales have been loaded whose codes were
+    auto_layout: bool = False  # for modules pickled by versions without this choice
+    _layout_to_be: str | None = None  # the layout after the scales follow the codes that were loaded
     _relaid: int = 0  # times that a buffer took another shape: torch.compile of torch < 2.13 guards no shape here
     _part_features: tuple[int, ...] | None = None  # None: evenly
     _sharding: Any = None  # the WeightSharding of parallel.shards, if this rank has a shard of the weight
-    # Of a weight that processes share by transformers' plans: (dim, index, count) of this one's part, dim 0 of
+    # For a weight that processes share by transformers' plans: (dim, index, count) of this one's part, dim 0 of
     # experts, 1 of out_features, 2 of in_features.
     process_part: tuple[int, int, int] | None = None
-    _of_experts = True  # whether the buffers have the dimension of experts
+    _of_experts = True  # True if the buffers have the dimension of experts
     _place: SnapshotPlace | None = None
 
     def __init__(
@@ -107,46 +106,46 @@ class NVFP4Module(AdaptableLinear):
             )
         self.auto_layout, self.format_name = auto_layout, weight.format.name
         layout = weight.layout if weight.layout in module_layouts(weight.format) else LINEAR
-        for field in NVFP4.fields:  # those that the format does not have are None
+        for field in NVFP4.fields:  # fields that the format lacks are None
             self.register_buffer(field, None)
         self._buffers.update(zip(self._fields, self._own(weight.to_layout(layout)), strict=True))
 
     @property
     def format(self) -> BlockFormat:
-        """The number format of the weight."""
+        """Return the number format of the weight."""
         return BLOCK_FORMATS[self.format_name]
 
     @property
     def _fields(self) -> tuple[str, ...]:
-        """The names of the buffers that hold the weight."""
+        """Return the names of the buffers that hold the weight."""
         return BLOCK_FORMATS[self.format_name].fields
 
     def _get_name(self) -> str:
-        """The name in the representation of a model: that of the class, with the number format."""
+        """Return the name in the representation of a model: the class's name, with the number format."""
         return type(self).__name__.replace(NVFP4.name.upper(), self.format_name.upper())
 
     @property
     def _weight_shape(self) -> tuple[int, int, int]:
-        """(E, N, K)."""
+        """Return (E, N, K)."""
         raise NotImplementedError
 
     def _own(self, weight: PackedWeight) -> tuple[Tensor, ...]:
-        """The tensors of a weight as this module keeps them, always the same objects."""
+        """Return the tensors of a weight as this module keeps them, always the same objects."""
         return weight.blocks if self._of_experts else weight.dense_blocks
 
     def _grouped(self, *tensors: Tensor) -> tuple[Tensor, ...]:
-        """Tensors of this module with the dimension of experts."""
+        """Return tensors of this module with the dimension of experts."""
         return tensors if self._of_experts else tuple(tensor[None] for tensor in tensors)
 
     @property
     def layout(self) -> str:
-        """The layout of the weights, by the shapes of the buffers."""
+        """Return the layout of the weights, by the shapes of the buffers."""
         qdata, scale = self._grouped(self.qdata, self.scale)
         return layout_of_blocks(qdata, scale, self.format)
 
     @property
     def nvfp4_weight(self) -> NVFP4Weight:
-        """The weight (E, N, K), which shares the buffers' memory.
+        """Return the weight (E, N, K), which shares the buffers' memory.
 
         Raises:
             ValueError: it is in another number format; `packed_weight` has those, too.
@@ -161,7 +160,7 @@ class NVFP4Module(AdaptableLinear):
 
     @property
     def packed_weight(self) -> PackedWeight:
-        """The weight (E, N, K) in its number format, which shares the buffers' memory."""
+        """Return the weight (E, N, K) in its number format, which shares the buffers' memory."""
         return self._weight_of(tuple([getattr(self, field) for field in self._fields]))
 
     def read(self) -> tuple[PackedWeight, tuple[Tensor, ...]]:
@@ -176,7 +175,7 @@ class NVFP4Module(AdaptableLinear):
         return weight, self._operands(weight)
 
     def snapshot(self) -> Snapshot | None:
-        """The snapshot of the weight as it is; None of buffers without an address. For eager code alone."""
+        """Return the snapshot of the current weight; None for buffers without an address. Only for eager code."""
         try:  # nn.Module looks for buffers everywhere else before, at half a microsecond each
             qdata, scale, global_scale = _buffers_of_weight(self._buffers)
         except KeyError:  # parametrized
@@ -211,11 +210,11 @@ class NVFP4Module(AdaptableLinear):
         return snapshot
 
     def _operands(self, weight: PackedWeight) -> tuple[Tensor, ...]:
-        """The tensors of a weight as the operators of the module take them."""
+        """Return the tensors of a weight as the operators of the module take them."""
         return operands(weight)
 
     def _weight_of(self, tensors: tuple[Tensor, ...]) -> PackedWeight:
-        """The weight (E, N, K) of tensors that are shaped as the buffers."""
+        """Return the weight (E, N, K) of tensors that are shaped as the buffers."""
         format = BLOCK_FORMATS[self.format_name]
         qdata, scale, *others = tensors if self._of_experts else self._grouped(*tensors)
         layout = layout_of_blocks(qdata, scale, format)
@@ -236,10 +235,10 @@ class NVFP4Module(AdaptableLinear):
     @alone
     @torch.no_grad()
     def set_weight(self, weight: PackedWeight) -> None:
-        """Takes another weight of the same shape and number format, in its layout; the only way to change the buffers.
+        """Take another weight of the same shape and number format, in its layout; the only way to change the buffers.
 
-        The buffers become other memory, and modules that are tied to this one have them too. Detached aliases, as of a
-        state dict, keep the old bytes in the old shape.
+        The buffers get new memory, also in modules that are tied to this one. Detached aliases, such as a state dict's,
+        keep the old bytes in the old shape.
 
         Raises:
             ValueError: the weight has another shape or format, or a layout that modules do not keep.
@@ -257,7 +256,7 @@ class NVFP4Module(AdaptableLinear):
                 torch.autograd.graph.increment_version(buffer)  # a backward that waits for the old bytes fails
 
     def obstacle_to_narrow(self, dim: int, count: int, parts: int = 1) -> str | None:
-        """Return why `narrow_` cannot cut the weight into `count` equal parts in its layout; None when it can."""
+        """Return why `narrow_` cannot cut the weight into `count` equal parts in its layout; None if it can."""
         if dim == 1 and self._part_features is not None:
             return f"it stands for weights of {self._part_features} out_features together"
         pieces = parts * count
@@ -271,16 +270,16 @@ class NVFP4Module(AdaptableLinear):
     @alone
     @torch.no_grad()
     def narrow_(self, dim: int, index: int, count: int, parts: int = 1) -> None:
-        """Keeps one of `count` equal parts of the weight, in its layout, without unpacking it.
+        """Keep one of `count` equal parts of the weight, in its layout, without unpacking it.
 
-        Buffers in every layout have the shape (E, N or tiles of N, K or tiles of K, ...), so that what is contiguous in
-        the weight is so in them.
+        Buffers in every layout have the shape (E, N or tiles of N, K or tiles of K, ...), so a contiguous part of the
+        weight is a contiguous part of the buffers.
 
         Args:
-            dim: 0 of experts, 1 of out_features, 2 of in_features.
+            dim: 0 for experts, 1 for out_features, 2 for in_features.
             index: the part that is kept.
-            count: of parts.
-            parts: weights that are stacked along `dim`, gate and up; the same part of each is kept.
+            count: the number of parts.
+            parts: the number of weights stacked along `dim` (gate and up); the same part of each is kept.
 
         Raises:
             ValueError: the sizes do not allow it in this layout; `obstacle_to_narrow` says why.
@@ -300,7 +299,7 @@ class NVFP4Module(AdaptableLinear):
         self.in_features //= count if dim == 2 else 1
 
     def dequantized(self) -> list[Tensor]:
-        """The 16-bit weights that it stands for, each (E, its rows, K) of its own dtype and contiguous."""
+        """Return the 16-bit weights that it stands for, each (E, its rows, K) of its own dtype and contiguous."""
         linear = self.packed_weight.to_layout(LINEAR)
         sizes = self._part_features or (self.out_features // len(self.weight_dtypes),) * len(self.weight_dtypes)
         weights: list[Tensor] = []
@@ -328,7 +327,7 @@ class NVFP4Module(AdaptableLinear):
         given = [field for field in fields if f"{prefix}{field}" in state_dict]
         assign = local_metadata.get("assign_to_params_buffers", False)
         device, layout = self.qdata.device, self._layout_to_be or self.layout
-        # Torch loads into (or assigns) linear tensors, all or some; then their contents go where ours are.
+        # Torch loads into (or assigns) all or some linear tensors; then these replace our buffers or are copied there.
         own = {field: getattr(self, field) for field in fields}
         for buffer in own.values():
             drop_snapshots(buffer)  # torch.utils.swap_tensors takes no tensor that has weak references
@@ -362,7 +361,7 @@ class NVFP4Module(AdaptableLinear):
             self._fit_device(device)
 
     @alone
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> NVFP4Module:
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> PackedModule:
         # `to(dtype)` must not cast the format's own tensors, and tied modules must stay tied: move each in place.
         before, moved_to = self.qdata.device, {}
         own = [id(getattr(self, field)) for field in self._fields]
@@ -402,8 +401,7 @@ class NVFP4Module(AdaptableLinear):
         return {name: value for name, value in vars(self).items() if name != "_place"}
 
     def _fit_device(self, before: torch.device) -> None:
-        """Converts the weights to the layout of the device that they were moved to; with a fixed layout that is slow
-        there, warns."""
+        """Convert the weights to the layout of the device that they were moved to; warn if a fixed layout is slow."""
         device, layout, sizes = self.qdata.device, self.layout, (self.out_features, self.in_features)
         if device.type == "meta":
             return
@@ -427,7 +425,7 @@ def _would_lose_codes(weight: PackedWeight, layout: str) -> bool:
 
 
 def _by_bits(state_dict: dict[str, Any], prefix: str, format: BlockFormat) -> dict[str, Any]:
-    """A state dict whose packed weight has our dtypes: bytes that were saved as such are taken unchanged.
+    """Return a state dict whose packed weight has our dtypes: bytes that were saved as such are taken unchanged.
 
     Raises:
         ValueError: another dtype, which torch would convert by value, or a weight in another number format.

@@ -18,7 +18,7 @@ from thunder_moe.formats.layouts import LINEAR, MODULE_LAYOUTS
 from thunder_moe.formats.weight import PackedWeight
 from thunder_moe.nn.autocast import autocast_rows
 from thunder_moe.nn.grouped_linear import local_part
-from thunder_moe.nn.packed import NVFP4Module
+from thunder_moe.nn.packed import PackedModule
 from thunder_moe.ops import grouped_linear, grouped_swiglu  # noqa: F401  (registers the operators)
 from thunder_moe.ops.operator import operator_for
 
@@ -35,25 +35,25 @@ __all__ = [
 Module = TypeVar("Module", bound=nn.Module)
 
 
-class NVFP4GroupedLinear(NVFP4Module):
+class NVFP4GroupedLinear(PackedModule):
     """`GroupedLinear` with frozen 4-bit (or MXFP8) weights, kept as buffers, and a 16-bit (or float32) bias.
 
-    `NVFP4Module` says how its buffers, state dicts and moves are; its arguments are those of this class.
+    `PackedModule` describes buffers, state dicts and moves, and the arguments that are not listed here.
 
     Args:
         weight: (E, N, K).
-        bias: (E, N) or None; a parameter is kept as it is.
+        bias: (E, N) or None; a parameter is kept as the same object.
 
     Attributes:
         bias: parameter (E, N), or None.
-        qdata, scale, global_scale: the tensors of the weight. ``module.to(dtype)`` leaves them as they are.
-        weight_dtypes, weights_require_grad: of the 16-bit weights that it stands for, tuples.
-        auto_layout: whether the weights are laid out for the device that the module is moved to.
+        qdata, scale, global_scale: the tensors of the weight. ``module.to(dtype)`` leaves them unchanged.
+        weight_dtypes, weights_require_grad: tuples with one item for each 16-bit weight that it stands for.
+        auto_layout: True if the weights are laid out for the device that the module is moved to.
     """
 
     bias: nn.Parameter | None
     options_of_training: tuple[tuple[str, bool], ...] = ()  # of the GroupedLinear that it stands for
-    _sharded = False  # whether the bias is a DTensor; the buffers are this rank's own then
+    _sharded = False  # True if the bias is a DTensor; the buffers are this rank's own then
 
     def __init__(self, weight: PackedWeight, bias: Tensor | None = None, **options: Any) -> None:
         super().__init__(weight, **options)
@@ -66,7 +66,7 @@ class NVFP4GroupedLinear(NVFP4Module):
 
     @property
     def local_bias(self) -> Tensor | None:
-        """The bias, of which this rank has a part where it is a DTensor."""
+        """Return the bias, or this rank's part of a DTensor."""
         return local_part(self.bias, self._sharded)
 
     def narrow_(self, dim: int, index: int, count: int, parts: int = 1) -> None:
@@ -78,7 +78,7 @@ class NVFP4GroupedLinear(NVFP4Module):
         return self.num_experts, self.out_features, self.in_features
 
     def forward(self, x: Tensor, offsets: Tensor, bias_scale: Tensor | None = None) -> Tensor:
-        """(M, K) rows sorted by expert, offsets (E,) row ends -> (M, N).
+        """Multiply (M, K) rows sorted by expert, with offsets (E,) of row ends: -> (M, N).
 
         Rows past ``offsets[-1]`` are zero with a bias, undefined without; gradients are zero there.
 
@@ -105,7 +105,7 @@ class NVFP4GroupedLinear(NVFP4Module):
 class NVFP4GroupedSwiGLU(nn.Module):
     """`GroupedSwiGLU` with frozen 4-bit weights: one GEMM over [gate; up] with the activation in the same operator.
 
-    A gate_up_proj that has hooks or a forward of its own is called, and the activation follows.
+    A gate_up_proj with hooks or an overridden forward is called, and the activation follows.
 
     Args:
         gate_up_proj: (E, 2I, H), the gate's rows first.
@@ -120,7 +120,7 @@ class NVFP4GroupedSwiGLU(nn.Module):
         return name_of_container(self)
 
     def forward(self, x: Tensor, offsets: Tensor) -> Tensor:
-        """(M, H) rows sorted by expert, offsets (E,) row ends -> (M, H)."""
+        """Run (M, H) rows sorted by expert, with offsets (E,) of row ends: -> (M, H)."""
         if not calls_only_its_class(self.gate_up_proj, NVFP4GroupedLinear):
             gate, up = self.gate_up_proj(x, offsets).chunk(2, -1)
             out: Tensor = self.down_proj(F.silu(gate) * up, offsets)
@@ -132,13 +132,13 @@ class NVFP4GroupedSwiGLU(nn.Module):
 
 
 def name_of_container(module: nn.Module) -> str:
-    """The name in the representation of a model: that of the class, with the number format of the module's parts."""
-    formats = {part.format_name for part in module.children() if isinstance(part, NVFP4Module)}
+    """Return the name in the representation of a model: the class's name, with the number format of the parts."""
+    formats = {part.format_name for part in module.children() if isinstance(part, PackedModule)}
     return type(module).__name__.replace(NVFP4.name.upper(), formats.pop().upper() if len(formats) == 1 else "Packed")
 
 
 def int32(offsets: Tensor) -> Tensor:
-    """Row ends as the operators of packed weights take them."""
+    """Return row ends as the operators of packed weights take them."""
     return offsets if offsets.dtype == torch.int32 else offsets.to(torch.int32)
 
 
@@ -149,8 +149,9 @@ def calls_only_its_class(module: nn.Module, cls: type[Module]) -> TypeGuard[Modu
 
 
 def weights_to_fuse(experts: nn.Module) -> tuple[PackedWeight, PackedWeight] | None:
-    """The weights (gate and up, down) of a `NVFP4GroupedSwiGLU`, for an operator that does what it and its linears do;
-    None for other modules, for weights in two number formats, and where hooks or forwards of their own have to run."""
+    """Return the weights (gate and up, down) of a `NVFP4GroupedSwiGLU`, for one operator that replaces its linears.
+
+    None for other modules, for weights in two number formats, and if hooks or overridden forwards have to run."""
     if not calls_only_its_class(experts, NVFP4GroupedSwiGLU):
         return None
     gate_up: nn.Module = experts.gate_up_proj

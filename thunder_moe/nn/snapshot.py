@@ -22,7 +22,7 @@ from thunder_moe.formats.weight import PackedWeight
 __all__ = ["Reference", "Snapshot", "SnapshotPlace", "alone", "drop_snapshots", "replacing"]
 
 # Held while buffers are read to be replaced, while they are replaced, and while a snapshot is taken. A fork waits for
-# it: a child has no half of any of these.
+# it, so that a child process never sees a half-finished one of these.
 replacing = threading.RLock()
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(before=replacing.acquire, after_in_parent=replacing.release, after_in_child=replacing.release)
@@ -46,11 +46,11 @@ class Snapshot(NamedTuple):
     """The state of a weight between two replacements.
 
     Attributes:
-        addresses: by which the buffers are compared with it.
-        weight: of aliases of the buffers.
+        addresses: the buffers' addresses, to compare the current buffers with it.
+        weight: the weight made of aliases of the buffers.
         operands: its tensors as the module's operator takes them.
-        identity: a weak reference to the weight, for those that remember it but do not keep its memory alive.
-        references: to the buffers, of which the first is of qdata.
+        identity: a weak reference to the weight, for caches that must not keep its memory alive.
+        references: references to the buffers, qdata's first.
     """
 
     addresses: tuple[int | None, ...]

@@ -49,8 +49,8 @@ class GroupedSwiGLU(nn.Module):
         num_experts: E.
         hidden_size: H.
         intermediate_size: I.
-        dtype: of the weights.
-        device: of the weights.
+        dtype: the dtype of the weights.
+        device: the device of the weights.
     """
 
     def __init__(
@@ -71,6 +71,6 @@ class GroupedSwiGLU(nn.Module):
         self.down_proj = GroupedLinear(num_experts, intermediate_size, hidden_size, **options)
 
     def forward(self, x: Tensor, offsets: Tensor) -> Tensor:
-        """(M, H) rows sorted by expert, offsets (E,) row ends -> (M, H)."""
+        """Run (M, H) rows sorted by expert, with offsets (E,) of row ends: -> (M, H)."""
         out: Tensor = self.down_proj(F.silu(self.gate_proj(x, offsets)) * self.up_proj(x, offsets), offsets)
         return out

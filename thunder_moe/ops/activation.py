@@ -35,12 +35,12 @@ KINDS = ("swiglu", "srelu")
 
 @dataclass(frozen=True)
 class ActivationForm:
-    """Which activation, as the operators take it in their keyword arguments.
+    """An activation, in the form of the operators' keyword arguments.
 
     Attributes:
         kind: one of `KINDS`.
         alpha, limit, up_shift: of SwiGLU, as in `activations.SwiGLUConfig`.
-        interleave: s, where gate and up take turns of s columns; None: the gate's columns come first.
+        interleave: s, if gate and up alternate every s columns; None: the gate's columns come first.
     """
 
     kind: str = "swiglu"
@@ -55,13 +55,13 @@ class ActivationForm:
 
     @property
     def options(self) -> dict[str, Any]:
-        """The operators' keyword arguments; by name, because dynamo of torch 2.11 does not trace vars()."""
+        """Return the operators' keyword arguments; by name, because dynamo of torch 2.11 does not trace vars()."""
         return dict(
             kind=self.kind, alpha=self.alpha, limit=self.limit, up_shift=self.up_shift, interleave=self.interleave
         )
 
     def check(self, columns: int) -> None:
-        """ValueError for a limit or an interleave that does not fit `columns` D."""
+        """Raise ValueError for a limit or an interleave that does not fit `columns` D."""
         if self.kind not in KINDS:
             raise ValueError(f"kind: got {self.kind!r}, wanted one of {KINDS}")
         if self.limit is not None and not self.limit > 0:
@@ -73,7 +73,7 @@ class ActivationForm:
                 raise ValueError(f"y: got {columns} columns, wanted a multiple of {turn}, for {what}")
 
     def width(self, columns: int) -> int:
-        """I of D columns."""
+        """Return I for D columns."""
         return columns // 2 if self.kind == "swiglu" else columns
 
     def run(self, y: Tensor, scales: Tensor | None, ends: Tensor | None) -> Tensor:
@@ -132,7 +132,7 @@ def _scaled_activation_backward(
     kind: str = "swiglu", alpha: float = 1.0, limit: float | None = None, up_shift: float = 0.0,
     interleave: int | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """The gradients of y and of scales, empty where they are not needed."""
+    """Return the gradients of y and of scales, empty where they are not needed."""
     form = ActivationForm(kind, alpha, limit, up_shift, interleave)
     grads = form.gradient(grad, y, scales, _ends(offsets, y), (needs_y, needs_scales))
     of_y, of_scales = (y.new_empty(0) if of is None else of for of in grads)

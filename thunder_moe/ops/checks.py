@@ -31,7 +31,7 @@ ACTIVATION_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def check_operands(activation: Tensor, weight: WeightOperands, offsets: Tensor, layout: str) -> None:
-    """Checks everything that can be checked without data.
+    """Check everything that can be checked without data.
 
     Raises:
         ValueError: names the argument, what it was and what is wanted.
@@ -49,7 +49,7 @@ def check_operands(activation: Tensor, weight: WeightOperands, offsets: Tensor, 
 
 
 def check_rows_and_weight(name: str, rows: Tensor, weight: WeightOperands, offsets: Tensor, layout: str) -> None:
-    """`check_operands` but for the columns of the rows; `name` is what the operator calls the rows.
+    """Run `check_operands` except for the columns of the rows; `name` is what the operator calls the rows.
 
     Raises:
         ValueError: names the argument, what it was and what is wanted.
@@ -67,7 +67,7 @@ def check_rows_and_weight(name: str, rows: Tensor, weight: WeightOperands, offse
 
 
 def check_optional(name: str, tensor: Tensor | None, shape: tuple[int, ...], activation: Tensor) -> None:
-    """Checks an optional floating-point operand.
+    """Check an optional floating-point operand.
 
     Raises:
         ValueError: names the argument, what it was and what is wanted.
@@ -83,8 +83,9 @@ def check_optional(name: str, tensor: Tensor | None, shape: tuple[int, ...], act
 
 
 def check_offset_values(offsets: Tensor, rows: int, of: str = "activation") -> None:
-    """On a CPU: ValueError when the offsets decrease, are negative or exceed the rows of the argument `of`. Elsewhere
-    it would have to synchronise: kernels ignore rows outside of the activation. 0.5 us for 8 experts, 8 us for 512.
+    """Raise ValueError on a CPU when the offsets decrease, are negative or exceed the rows of the argument `of`.
+    On other devices the check would have to synchronise: kernels ignore rows outside of the activation. It takes 0.5 us
+    for 8 experts, 8 us for 512.
     """
     if offsets.device.type != "cpu":
         return
@@ -96,8 +97,8 @@ def check_offset_values(offsets: Tensor, rows: int, of: str = "activation") -> N
 
 
 def check_index_values(name: str, index: Tensor, least: int, end: int, of: str) -> None:
-    """On a CPU: ValueError when a value is outside of [least, end). Elsewhere nothing, as `check_offset_values`.
-    2 us for 8 values, 4 us for 65536."""
+    """Raise ValueError on a CPU when a value is outside of [least, end). Check nothing on other devices, like
+    `check_offset_values`. It takes 2 us for 8 values, 4 us for 65536."""
     if index.device.type != "cpu" or not index.numel():
         return
     low, high = (int(value) for value in torch.aminmax(index))
@@ -107,7 +108,7 @@ def check_index_values(name: str, index: Tensor, least: int, end: int, of: str) 
 
 
 def refuse_forward_ad() -> None:
-    """NotImplementedError inside forward-mode differentiation: torch would silently drop the tangents of a custom
+    """Raise NotImplementedError inside forward-mode differentiation: torch would silently drop the tangents of a custom
     operator, or take them for zeros."""
     if forward_ad._current_level >= 0:
         raise NotImplementedError(
@@ -117,7 +118,7 @@ def refuse_forward_ad() -> None:
 
 
 def refuse_transformed_gradients() -> None:
-    """NotImplementedError for a gradient inside a transform of torch.func, whose own error names no remedy."""
+    """Raise NotImplementedError for a gradient inside a transform of torch.func, whose own error names no remedy."""
     if torch._C._are_functorch_transforms_active():
         raise NotImplementedError(
             "operators of packed weights have no gradient inside transforms of torch.func (grad, vjp, jacrev, vmap of"
@@ -126,7 +127,7 @@ def refuse_transformed_gradients() -> None:
 
 
 def refuse_weight_gradients(packed: Iterable[tuple[str, Tensor]]) -> None:
-    """ValueError when a tensor of a weight, which comes with its name, requires a gradient: it would get none."""
+    """Raise ValueError when a tensor of a weight, which comes with its name, requires a gradient: it would get none."""
     for name, tensor in packed:
         if tensor.requires_grad:
             raise ValueError(f"{name}: got a tensor that requires a gradient, wanted a frozen one; use detach()")

@@ -41,7 +41,7 @@ def _check_values(rows: Tensor, offsets: Tensor, slot_row: Tensor) -> None:
 
 def _gradient(grad: Tensor, rows: Tensor, offsets: Tensor, slot_row: Tensor, *, needs: Any) -> tuple[Tensor]:
     (count, n), (tokens, top_k) = rows.shape, slot_row.shape
-    # The token of each row, `tokens` (a row of zeros) for those that no slot has; slots without a row go past the end.
+    # The token of each row; rows without a slot get `tokens` (a row of zeros), slots without a row go past the end.
     live = (slot_row >= 0) & (slot_row < offsets[-1])
     at = torch.where(live, slot_row.long(), count).flatten()
     token = torch.arange(tokens, device=grad.device).repeat_interleave(top_k)
@@ -58,7 +58,7 @@ def _gradient(grad: Tensor, rows: Tensor, offsets: Tensor, slot_row: Tensor, *, 
     differentiable=("rows",),
 )
 def moe_combine(rows: Tensor, offsets: Tensor, slot_row: Tensor) -> Tensor:
-    """``out[t] = sum over a of rows[slot_row[t, a]]``, added in float32 in the order of a, rounded once.
+    """Compute ``out[t] = sum over a of rows[slot_row[t, a]]``, added in float32 in the order of a, rounded once.
 
     Args:
         rows: floating point (M, N), sorted by expert; those at or past ``offsets[-1]`` may hold anything.

@@ -102,7 +102,7 @@ def _check_values(hidden_states: Tensor, expert_ids: Tensor, *arguments: Tensor 
 
 
 def check_order(expert_ids: Tensor, order: tuple[Tensor | None, ...]) -> None:
-    """Checks the values of row_slot, offsets and slot_row on a CPU, where they are given.
+    """Check the values of row_slot, offsets and slot_row on a CPU, where they are given.
 
     Raises:
         ValueError: names the argument, what it was and what is wanted.
@@ -160,12 +160,11 @@ def f16a_nvfp4weight_moe_experts(
     up_shift: float = 0.0,
     expert_ranks: int = 1,
 ) -> Tensor:
-    """``sum over a of weight[t, a] * expert_{ids[t, a]}(hidden_states[t])``: a layer's experts in one call.
+    """Compute ``sum over a of weight[t, a] * expert_{ids[t, a]}(hidden_states[t])``: a layer's experts in one call.
 
-    The same numbers, bit for bit, as `moe_route`, `f16a_nvfp4weight_grouped_swiglu` and
-    `f16a_nvfp4weight_grouped_mm_combine` give one after the other; on a CUDA device their kernels overlap.
-    Differentiable in `hidden_states`, `expert_weights` and the biases (the backward recomputes gate, up and what comes
-    of them).
+    The result equals, bit for bit, `moe_route`, `f16a_nvfp4weight_grouped_swiglu` and
+    `f16a_nvfp4weight_grouped_mm_combine` one after the other; on a CUDA device their kernels overlap. Differentiable in
+    `hidden_states`, `expert_weights` and the biases (the backward recomputes gate, up and the activation).
 
     Args:
         hidden_states: (T, H) bfloat16, float16 (or float32).
@@ -180,17 +179,17 @@ def f16a_nvfp4weight_moe_experts(
         gate_up_bias: floating point (E, 2I).
         down_bias: floating point (E, H).
         row_slot: int32 (M,) with M = T * A; with the next two the order of rows for expert_ids, as `moe_route` gives
-            it, where the caller has it already.
+            it, if the caller has it already.
         offsets: int32 (E,).
         slot_row: int32 (T, A).
         weight_on_input: expert_weights multiply the experts' input (Llama 4), not their output.
-        gate_up_layout: of gate_up, one of `thunder_moe.formats.layouts.LAYOUTS`.
-        down_layout: of down.
-        alpha: of the activation, as in `f16a_nvfp4weight_grouped_swiglu`.
+        gate_up_layout: the layout of gate_up, one of `thunder_moe.formats.layouts.LAYOUTS`.
+        down_layout: the layout of down.
+        alpha: the alpha of the activation, as in `f16a_nvfp4weight_grouped_swiglu`.
         limit: likewise.
         up_shift: likewise.
-        expert_ranks: how many processes share the experts that the ids are of: about one in so many ids is of an expert
-            here, for which kernels choose their tiles. The result does not depend on it.
+        expert_ranks: the number of processes that share the experts: about one in so many ids belongs to an expert
+            here. Kernels choose their tiles by it; the result does not depend on it.
 
     Returns:
         (T, H) in the dtype of hidden_states.
@@ -227,7 +226,7 @@ def moe_experts(
     order: Order | None = None,
     expert_ranks: int = 1,
 ) -> Tensor:
-    """Runs each token through its experts and sums what they give, weighted by the router.
+    """Run each token through its experts and sum their results, weighted by the router.
 
     Differentiable in `hidden_states`, `expert_weights` and the biases. Never synchronises with the host on CUDA.
 
@@ -240,18 +239,18 @@ def moe_experts(
         gate_up_bias: (E, 2I).
         down_bias: (E, H).
         weight_on_input: the weights multiply the experts' input (Llama 4), not their output.
-        alpha: of the activation, as in `f16a_nvfp4weight_grouped_swiglu`.
+        alpha: the alpha of the activation, as in `f16a_nvfp4weight_grouped_swiglu`.
         limit: likewise.
         up_shift: likewise.
-        order: what `moe_route` gives for expert_ids, where it is known, as behind `moe_router`.
-        expert_ranks: how many processes share the experts that the ids are of; see the operator.
+        order: the result of `moe_route` for expert_ids, if it is known, as behind `moe_router`.
+        expert_ranks: the number of processes that share the experts; see the operator.
 
     Returns:
         (T, H) in the dtype of hidden_states.
 
     Raises:
         ValueError: an operand has the wrong rank, shape, dtype or device.
-        TypeError: gate_up or down is no packed weight, or they are in different formats.
+        TypeError: gate_up or down is not a packed weight, or they are in different formats.
     """
     for name, weight in (("gate_up", gate_up), ("down", down)):
         if not isinstance(weight, PackedWeight):

@@ -25,7 +25,7 @@ from thunder_moe.formats.weight import PackedWeight, WeightOperands
 from thunder_moe.ops import activation, combine, low_rank, route  # noqa: F401  (registers the operators)
 from thunder_moe.ops.experts import check_experts, check_order
 from thunder_moe.ops.grouped_mm import gemm_and_dgrad, operands
-from thunder_moe.ops.operator import OPERATORS, name_in, weight_operator
+from thunder_moe.ops.operator import OPERATORS, op_name_for, weight_operator
 from thunder_moe.routing import gather_rows, scale_of_rows
 
 __all__ = ["f16a_mxfp8weight_moe_experts_lora", "f16a_nvfp4weight_moe_experts_lora", "moe_experts_lora"]
@@ -218,9 +218,9 @@ def f16a_nvfp4weight_moe_experts_lora(
     limit: float | None = None,
     up_shift: float = 0.0,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """`f16a_nvfp4weight_moe_experts` with a low-rank term beside each weight: ``W x + B (A x)``.
+    """Compute `f16a_nvfp4weight_moe_experts` with a low-rank term beside each weight: ``W x + B (A x)``.
 
-    Differentiable in hidden_states, expert_weights, the adapters and the biases. The arguments are those of
+    Differentiable in hidden_states, expert_weights, the adapters and the biases. It takes the arguments of
     `f16a_nvfp4weight_moe_experts`, and:
 
     Args:
@@ -278,7 +278,7 @@ def moe_experts_lora(
     adapters_and_biases, order = rest[:6], rest[6:]
     if order[0] is None:  # the backward reads it, too
         order = torch.ops.thunder_moe.moe_route(inputs[1], gate_up.shape[0])
-    run = getattr(torch.ops.thunder_moe, name_in("f16a_nvfp4weight_moe_experts_lora", gate_up.format))
+    run = getattr(torch.ops.thunder_moe, op_name_for("f16a_nvfp4weight_moe_experts_lora", gate_up.format))
     results: tuple[Tensor, ...] = run(
         *inputs, *operands(gate_up), *operands(down), *adapters_and_biases, *order,
         gate_up_layout=gate_up.layout, down_layout=down.layout, **options,

@@ -31,7 +31,7 @@ def _gradient(grad: Tensor, *, needs: Any, scale_search: str | None = None) -> t
 
 @operator(shapes=_shapes, check=_check, gradient=_gradient, differentiable=("weight",), saved=slice(0))
 def nvfp4_fake_quantize(weight: Tensor, *, scale_search: str | None = None) -> Tensor:
-    """The operator behind `fake_quantize`."""
+    """Run the operator behind `fake_quantize`."""
     return select.fake_quantize(weight, scale_search)
 
 
@@ -41,21 +41,21 @@ def _check_mxfp8(weight: Tensor) -> None:
 
 @operator(shapes=_shapes, check=_check_mxfp8, gradient=_gradient, differentiable=("weight",), saved=slice(0))
 def mxfp8_fake_quantize(weight: Tensor) -> Tensor:
-    """The operator behind `fake_quantize_mxfp8`."""
+    """Run the operator behind `fake_quantize_mxfp8`."""
     return select.fake_quantize(weight, format=MXFP8.name)
 
 
 def fake_quantize_mxfp8(weight: Tensor) -> Tensor:
-    """A weight with the values that it has as MXFP8; as `fake_quantize`, for in_features that are a multiple of 32."""
+    """Return a weight rounded to MXFP8, like `fake_quantize`; in_features are a multiple of 32."""
     return mxfp8_fake_quantize(weight)
 
 
 def fake_quantize(weight: Tensor, *, scale_search: str | None = None) -> Tensor:
-    """A weight with the values that it has as NVFP4: ``dequantize(quantize(weight), weight.dtype)``, bit for bit.
+    """Return a weight rounded to NVFP4: ``dequantize(quantize(weight), weight.dtype)``, bit for bit.
 
-    The gradient of the result is that of the weight, unchanged ("straight through"), so that training through it finds
-    weights that are good in 4 bits. Compiles (one operator), never synchronises on CUDA, and can be captured in a CUDA
-    graph. As a parametrization of modules: `thunder_moe.prepare_qat_`.
+    The weight gets the result's gradient unchanged ("straight through"), so that training through it finds weights that
+    are good in 4 bits. It compiles to one operator, never synchronises on CUDA, and can be captured in a CUDA graph.
+    `thunder_moe.prepare_qat_` makes it a parametrization of modules.
 
     Args:
         weight: (E, N, K), float32, bfloat16 or float16, any strides; K a multiple of 16.

@@ -7,7 +7,7 @@ Called by nn and compilers; calls kernels.select.
     grouped_bias               (y + bias * bias_scale) * scales     after a GEMM of 4-bit weights
     grouped_bias_grad, grouped_bias_scale_grad                      float32 sums in a fixed order
 
-Rows past the last row end may hold anything: results are zero there, and stay as they were in a buffer.
+Rows past the last row end may hold anything: results are zero there; in a buffer of the caller they are not written.
 
 Legend: M rows sorted by expert, E experts, N out_features, K in_features; offsets int32 or int64 (E,) row ends.
 """
@@ -36,8 +36,8 @@ __all__ = [
 
 
 def check_offsets(offsets: Tensor, experts: int, like: Tensor) -> None:
-    """ValueError unless offsets are int32 or int64 (experts,) on the device of `like`."""
-    # While Thunder traces, a dtype is one of its own; its symbols check it then.
+    """Raise ValueError unless offsets are int32 or int64 (experts,) on the device of `like`."""
+    # While Thunder traces, dtypes are Thunder's own; its symbols check them then.
     known = isinstance(offsets.dtype, torch.dtype)
     require(not known or offsets.dtype in (torch.int32, torch.int64), "offsets", offsets, "dtype int32 or int64")
     wanted = f"shape ({experts},), one row end per expert"
@@ -46,7 +46,7 @@ def check_offsets(offsets: Tensor, experts: int, like: Tensor) -> None:
 
 
 def check_row_scale(name: str, scale: Tensor | None, shape: tuple[int, ...], like: Tensor) -> None:
-    """ValueError unless a factor of rows is floating-point, of a shape, on the device of `like`; None is fine."""
+    """Raise ValueError unless a factor of rows is floating-point, of a shape, on the device of `like`; None is fine."""
     if scale is None:
         return
     require(tuple(scale.shape) == tuple(shape), name, scale, f"shape {tuple(shape)}, one factor per row")
@@ -61,7 +61,7 @@ def is_floating(tensor: Tensor) -> bool:
 
 
 def int32_offsets(offsets: Tensor, rows: int, of: str = "x") -> Tensor:
-    """The offsets as kernels take them, after `check_offset_values`."""
+    """Return the offsets as kernels take them, after `check_offset_values`."""
     check_offset_values(offsets, rows, of)
     return offsets.to(torch.int32)
 
@@ -74,8 +74,8 @@ def register_training_operator(
     setup_context: Callable[..., Any] | None = None,
     mutates: tuple[str, ...] = (),
 ) -> torch.library.Library:
-    """Registers an operator of the name of its kernel, which begins with "_". Without a `backward`, a gradient through
-    its results is an error, where torch would take them for constants."""
+    """Register an operator with the name of its kernel, which begins with "_". Without a `backward`, a gradient through
+    its results is an error; torch would take them for constants."""
     name = kernel.__name__.removeprefix("_")
     library, _ = define(name, torch.library.infer_schema(kernel, mutates_args=mutates), kernel, fake)
     if not mutates:
@@ -85,7 +85,7 @@ def register_training_operator(
 
 
 def needs_gradient(ctx: Any, count: int) -> tuple[bool, ...]:
-    """Which of an operator's first arguments need a gradient; the dispatcher leaves out those that have their
+    """Return which of an operator's first arguments need a gradient; the dispatcher leaves out arguments at their
     defaults."""
     return (*ctx.needs_input_grad, *(False,) * count)[:count]
 
@@ -173,13 +173,13 @@ def _grouped_linear_wgrad_out(x: Tensor, grad: Tensor, offsets: Tensor, main_gra
 
 
 def _writes_only(*args: Any) -> None:
-    """The fake of operators that return nothing."""
+    """Stand in, as the fake, for operators that return nothing."""
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     x, weight, offsets, bias, bias_scale = inputs
     needs_x, needs_weight, _, needs_bias, needs_scale = needs_gradient(ctx, 5)
-    # No more than is read: a frozen weight saves no rows.
+    # Save only what the backward reads: a frozen weight saves no rows.
     ctx.save_for_backward(
         x if needs_weight else None,
         weight if needs_x else None,
@@ -258,7 +258,7 @@ def _setup_bias_grad_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> 
 
 
 def _bias_grad_backward(ctx: Any, of_sums: Tensor) -> tuple[Tensor | None, ...]:
-    """Each row gets what its expert's sum gets."""
+    """Give each row the gradient of its expert's sum."""
     grad, offsets, scale = ctx.saved_tensors
     needs_grad, _, needs_scale = needs_gradient(ctx, 3)
     ops = torch.ops.thunder_moe

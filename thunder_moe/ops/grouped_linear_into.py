@@ -24,8 +24,7 @@ _OPS = torch.ops.thunder_moe
 
 @dataclass(frozen=True, eq=False)
 class Waiting:
-    """A weight whose gradient waits, and the rows (M, K) and the gradient (M, N) for it, with the versions that they
-    had."""
+    """A weight whose gradient waits, with the rows (M, K) and the gradient (M, N) to compute it, and their versions."""
 
     weight: Tensor
     rows: Tensor
@@ -35,7 +34,7 @@ class Waiting:
 
 
 class Queue(deque[Waiting]):
-    """Gradients that wait, the oldest first. A copy is empty, also where a module is copied with its `__dict__`."""
+    """Gradients that wait, the oldest first. A copy is empty, also if a module is copied with its `__dict__`."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Queue:
         return Queue()
@@ -48,9 +47,9 @@ class Into:
     Attributes:
         out: buffer (M, N) of the result.
         grad_input: buffer (M, K), or (M, D), of the gradient of the first argument.
-        main_grad: the weight's gradient goes into its main_grad.
-        waiting: its rows and gradient are put there, and nothing is computed yet.
-        dtype: that the linear computes in.
+        main_grad: True if the weight's gradient goes into its main_grad.
+        waiting: the queue that gets the weight's rows and gradient, which are not multiplied yet.
+        dtype: the dtype that the linear computes in.
     """
 
     out: Tensor | None
@@ -63,8 +62,8 @@ class Into:
 def check_buffer(
     name: str, buffer: Tensor | None, shape: tuple[int, ...], dtype: torch.dtype, x: Tensor, **others: Tensor | None
 ) -> None:
-    """ValueError unless a buffer is None, or contiguous, of this shape and dtype, on x's device, without a gradient and
-    apart from the memory of x and of the other operands."""
+    """Raise ValueError unless a buffer is None, or contiguous, of this shape and dtype, on x's device, without a
+    gradient and apart from the memory of x and of the other operands."""
     if buffer is None:
         return
     if not isinstance(buffer, Tensor):
@@ -92,7 +91,7 @@ def _overlap(a: Tensor, b: Tensor) -> bool:
 
 
 def _span(tensor: Tensor) -> tuple[int, int]:
-    """The addresses that a tensor lies between."""
+    """Return the addresses that a tensor lies between."""
     if not tensor.numel():
         return 0, 0
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
@@ -108,14 +107,14 @@ def grouped_linear_into(
     into: Into,
     form: ActivationForm | None = None,
 ) -> Tensor:
-    """`grouped_linear`, or with a `form` `activated_grouped_linear`, whose results go where `into` says.
+    """Run `grouped_linear`, or with a `form` `activated_grouped_linear`; results go where `into` says.
 
     Args:
         scales: bias_scale, or with a form the factor of the rows.
     """
     anchor, owner = None, weight
     if into.waiting is not None and weight.requires_grad:
-        # The weight is no part of the graph: its hooks are to fire when its gradient is there, in `run_waiting`.
+        # The graph leaves out the weight: its hooks have to fire when its gradient exists, in `run_waiting`.
         weight, anchor = weight.detach(), weight.new_empty(0).requires_grad_()
     apply: Any = _GroupedLinearInto.apply
     out: Tensor = apply(x, weight, offsets, scales, bias, into, form, anchor, Owner(owner))
@@ -123,7 +122,7 @@ def grouped_linear_into(
 
 
 class Owner:
-    """Holds the weight that a gradient is for, apart from autograd: a parameter, or what a parametrization made."""
+    """Holds the weight that gets a gradient, hidden from autograd: a parameter, or the result of a parametrization."""
 
     def __init__(self, weight: Tensor) -> None:
         self.weight = weight
@@ -197,7 +196,7 @@ class _GroupedLinearInto(torch.autograd.Function):
                 of_x = _put(of_x.to(ctx.x_dtype), into.grad_input, offsets)
         elif needs_x:
             buffer = into.grad_input
-            # The gradient may be there already: that of the layer behind, which had the same buffer.
+            # The buffer may hold `grad` itself, if the next layer was given the same buffer.
             if buffer is not None and buffer.dtype == into.dtype and not _overlap(buffer, grad):
                 _OPS.grouped_linear_dgrad_out(grad, weight.to(into.dtype), offsets, buffer)
                 torch.autograd.graph.increment_version(buffer)
@@ -211,8 +210,9 @@ class _GroupedLinearInto(torch.autograd.Function):
 
 
 def _is_asked_for(weight: Tensor) -> bool | None:
-    """True if the backward that runs accumulates a weight's gradient: not in `torch.autograd.grad`, or with `inputs=`,
-    of other tensors alone. None: `torch.autograd.grad` is to return it."""
+    """True if the running backward accumulates a weight's gradient; None if `torch.autograd.grad` returns it.
+
+    False in `torch.autograd.grad` or `backward(inputs=...)` of other tensors only."""
     node = torch.autograd.graph.get_gradient_edge(weight).node
     try:
         executed: bool = torch._C._will_engine_execute_node(node)
@@ -224,9 +224,9 @@ def _is_asked_for(weight: Tensor) -> bool | None:
 
 
 def _put(grad: Tensor, buffer: Tensor | None, offsets: Tensor) -> Tensor:
-    """The gradient of x, in the buffer where there is one.
+    """Return the gradient of x, in the buffer if there is one.
 
-    The buffer itself: a leaf whose only gradient it is copies it, where it would take a tensor that nobody else holds.
+    It returns the buffer itself. So autograd copies it into `.grad`, instead of stealing it.
     """
     if buffer is None:
         return grad
@@ -234,17 +234,16 @@ def _put(grad: Tensor, buffer: Tensor | None, offsets: Tensor) -> Tensor:
 
 
 def run_waiting(waiting: deque[Waiting], main_grad: bool) -> None:
-    """Computes the oldest weight gradient that waits and adds it to its weight's, as autograd would have; nothing when
-    none does.
+    """Compute the oldest waiting weight gradient and add it to its weight's, like autograd; do nothing if none waits.
 
     Raises:
-        ValueError: the weight requires no gradient any more, or what `_weight_gradient` says of main_grad.
+        ValueError: the weight requires no gradient any more, or main_grad does not fit, as in `_weight_gradient`.
         RuntimeError: the rows or the gradient have been changed in place since.
     """
     if not waiting:
         return
     pair = waiting[0]
-    weight = pair.weight  # that of the call: `torch.func.functional_call` gives others than a module has
+    weight = pair.weight  # the call's weight: `torch.func.functional_call` may replace the module's
     if not weight.requires_grad:
         raise ValueError("weight: got a frozen one, whose gradient waits; wanted it trainable until backward_dw()")
     tensors = dict(rows=pair.rows, gradient=pair.grad, offsets=pair.offsets)
@@ -278,7 +277,7 @@ class _Visit(torch.autograd.Function):
 
 
 def _weight_gradient(weight: Tensor, rows: Tensor, grad: Tensor, offsets: Tensor, main_grad: bool) -> Tensor | None:
-    """The gradient for autograd; with main_grad it goes there, and autograd gets none, or zeros that fire the hooks of
+    """Return the gradient for autograd. With main_grad, add it there and return None, or zeros that fire the hooks of
     a parameter with `grad_added_to_main_grad`.
 
     Raises:

@@ -1,5 +1,5 @@
-"""The operator thunder_moe::f16a_nvfp4weight_scaled_grouped_mm, and that of its gradient (the same name with _dgrad);
-both for MXFP8 weights, too.
+"""The operator thunder_moe::f16a_nvfp4weight_scaled_grouped_mm, and its gradient (the same name with _dgrad); both
+also exist for MXFP8 weights.
 Called by nn, the other operators and compiled graphs; calls kernels.select.
 
 Legend: M rows (tokens * top_k), E experts, N output features, K input features.
@@ -18,7 +18,7 @@ from thunder_moe.formats.weight import PackedWeight, WeightOperands
 from thunder_moe.kernels.gradients import Gemms
 from thunder_moe.kernels.select import select
 from thunder_moe.ops.checks import check_offset_values, check_operands, check_rows_and_weight
-from thunder_moe.ops.operator import OPERATORS, name_in, weight_operator
+from thunder_moe.ops.operator import OPERATORS, op_name_for, weight_operator
 from thunder_moe.routing import live_rows
 
 __all__ = [
@@ -32,14 +32,15 @@ __all__ = [
 
 
 def operands(weight: PackedWeight) -> tuple[Tensor, ...]:
-    """The tensors of a weight as the operators take them: the codes transposed, (E, K // codes_per_byte, N)."""
+    """Return the tensors of a weight as the operators take them: the codes transposed, (E, K // codes_per_byte, N)."""
     qdata, *others = weight.tensors()
     return qdata.transpose(1, 2), *others
 
 
 def gemm_and_dgrad(weight: WeightOperands, offsets: Tensor, layout: str) -> Gemms:
-    """The two operators of this file as functions of the rows: (M, K) -> (M, N) and (M, N) -> (M, K)."""
-    gemm, dgrad = (getattr(torch.ops.thunder_moe, name_in(name, weight.format)) for name in (_NAME, f"{_NAME}_dgrad"))
+    """Return the two operators of this file as functions of the rows: (M, K) -> (M, N) and (M, N) -> (M, K)."""
+    names = [op_name_for(name, weight.format) for name in (_NAME, f"{_NAME}_dgrad")]
+    gemm, dgrad = (getattr(torch.ops.thunder_moe, name) for name in names)
     rest = *weight.tensors, offsets
     return (lambda rows: gemm(rows, *rest, layout=layout), lambda grad: dgrad(grad, *rest, layout=layout))
 
@@ -86,7 +87,7 @@ def f16a_nvfp4weight_scaled_grouped_mm(
     *,
     layout: str = LINEAR,
 ) -> Tensor:
-    """Grouped GEMM of 16-bit activations with NVFP4 weights: ``out[rows of e] = activation[rows of e] @ w[e].T``.
+    """Compute a grouped GEMM with NVFP4 weights: ``out[rows of e] = activation[rows of e] @ w[e].T`` for each expert e.
 
     Differentiable in `activation`; the weights are frozen. Never synchronises with the host on CUDA.
 
@@ -98,7 +99,7 @@ def f16a_nvfp4weight_scaled_grouped_mm(
         offsets: int32 (E,), cumulative row ENDS; group 0 starts at row 0. Empty groups are legal.
         blockscale_offsets: read by nvFuser's CUTLASS kernel alone, which derives it when it is missing.
         problem_sizes: likewise.
-        layout: of the weight, one of `thunder_moe.formats.layouts.LAYOUTS`.
+        layout: the layout of the weight, one of `thunder_moe.formats.layouts.LAYOUTS`.
 
     Returns:
         (M, N) in the activation's dtype; rows at or past ``offsets[-1]`` are undefined.
@@ -151,9 +152,9 @@ def _dgrad_gradient(
 def f16a_nvfp4weight_scaled_grouped_mm_dgrad(
     grad: Tensor, weight: WeightOperands, offsets: Tensor, *, layout: str = LINEAR
 ) -> Tensor:
-    """Gradient (M, N) of `f16a_nvfp4weight_scaled_grouped_mm`'s output -> gradient (M, K) of its activation.
+    """Return the gradient (M, K) of `f16a_nvfp4weight_scaled_grouped_mm`'s activation, from (M, N) of its output.
 
-    The arguments are as there. Differentiable in `grad`.
+    The other arguments are the same as the forward's. Differentiable in `grad`.
     """
     backend = select(grad.device, format=weight.format.name)
     out: Tensor = backend.grouped_mm_dgrad(grad, weight.packed(layout), offsets)

@@ -78,7 +78,7 @@ def f16a_nvfp4weight_grouped_mm_combine(
     *,
     layout: str = LINEAR,
 ) -> Tensor:
-    """``out[t] = sum over a of slot_weight[t, a] * (activation[slot_row[t, a]] @ w[e].T + bias[e])``.
+    """Compute ``out[t] = sum over a of slot_weight[t, a] * (activation[slot_row[t, a]] @ w[e].T + bias[e])``.
 
     The sum is made in float32 and in a fixed order. Differentiable in `activation`, `slot_weight` and `bias`.
 
@@ -91,7 +91,7 @@ def f16a_nvfp4weight_grouped_mm_combine(
         slot_row: int32 (T, A), the row of each slot, as `moe_route` gives it; -1 for a slot that counts nothing.
         slot_weight: floating point (T, A), the router's weights; 1 when None.
         bias: floating point (E, N).
-        layout: of the weight, one of `thunder_moe.formats.layouts.LAYOUTS`.
+        layout: the layout of the weight, one of `thunder_moe.formats.layouts.LAYOUTS`.
 
     Returns:
         (T, N) in the activation's dtype.

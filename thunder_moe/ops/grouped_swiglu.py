@@ -78,9 +78,8 @@ def _gradient(
     needs: gradients.Needs, layout: str = LINEAR, **form: Any,
 ) -> gradients.Gradients:  # fmt: skip
     gemms = gemm_and_dgrad(weight, offsets, layout)
-    return gradients.grouped_swiglu(
-        grad, activation, offsets, *routing, form=SwiGLUConfig(**form), gemms=gemms, needs=needs
-    )
+    config = SwiGLUConfig(**form)
+    return gradients.grouped_swiglu(grad, activation, offsets, *routing, form=config, gemms=gemms, needs=needs)
 
 
 @weight_operator(
@@ -103,11 +102,12 @@ def f16a_nvfp4weight_grouped_swiglu(
     limit: float | None = None,
     up_shift: float = 0.0,
 ) -> Tensor:
-    """``silu(x @ gate[e].T) * (x @ up[e].T)`` for the rows x of each expert e.
+    """Compute ``silu(x @ gate[e].T) * (x @ up[e].T)`` for the rows x of each expert e.
 
-    In full: ``y = slot_scale * (x @ w[e].T) + bias[e]``, its halves g and u, g clamped from above by `limit` and u to
-    [-limit, limit], then ``g * sigmoid(alpha * g) * (u + up_shift)``. The defaults are SwiGLU; GPT-OSS has alpha
-    1.702, limit 7, up_shift 1. Differentiable in `activation`, `slot_scale` and `bias` (the backward recomputes y).
+    In full, ``y = slot_scale * (x @ w[e].T) + bias[e]`` has the halves g and u; g is clamped to at most `limit`, u to
+    [-limit, limit]; the result is ``g * sigmoid(alpha * g) * (u + up_shift)``. The defaults are SwiGLU; GPT-OSS has
+    alpha 1.702, limit 7, up_shift 1. Differentiable in `activation`, `slot_scale` and `bias` (the backward recomputes
+    y).
 
     Args:
         activation: (M, K) bfloat16, float16 (or float32), rows sorted by expert; with row_slot (T, K), the tokens.
@@ -118,23 +118,21 @@ def f16a_nvfp4weight_grouped_swiglu(
         row_slot: int32 (M,) with M = T * A, as `moe_route` gives it: row r reads token ``row_slot[r] // A``.
         slot_scale: floating point (T, A) with row_slot, or (M,) without: multiplies the rows.
         bias: floating point (E, 2I).
-        layout: of the weight, one of `thunder_moe.formats.layouts.LAYOUTS`.
+        layout: the layout of the weight, one of `thunder_moe.formats.layouts.LAYOUTS`.
         alpha: factor of the gate in the sigmoid.
-        limit: of gate and up, positive; none when None.
+        limit: the positive limit of gate and up; None for no limit.
         up_shift: added to up.
 
     Returns:
         (M, I) in the activation's dtype; rows at or past ``offsets[-1]`` are undefined.
 
     Raises:
-        ValueError: as `f16a_nvfp4weight_scaled_grouped_mm`, when the weight's rows are odd in number, and for
-            row_slot, slot_scale, bias or limit that do not fit; on a CPU also for slots in row_slot outside of [0, M).
-            Elsewhere the output of their rows is undefined, and their gradients are zero.
+        ValueError: as `f16a_nvfp4weight_scaled_grouped_mm`, for a weight with an odd number of rows, and for row_slot,
+            slot_scale, bias or limit that do not fit; on a CPU also for slots in row_slot outside of [0, M). Elsewhere
+            the output of their rows is undefined, and their gradients are zero.
     """
-    kernel, form = (
-        select(activation.device, format=weight.format.name).grouped_swiglu,
-        SwiGLUConfig(alpha, limit, up_shift),
-    )
+    kernel = select(activation.device, format=weight.format.name).grouped_swiglu
+    form = SwiGLUConfig(alpha, limit, up_shift)
     out: Tensor = kernel(activation, weight.packed(layout), offsets, row_slot, slot_scale, bias, form)
     return out
 

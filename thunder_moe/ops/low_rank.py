@@ -1,15 +1,15 @@
 """The operators of a LoRA adapter beside 4-bit weights, where one kernel does more than one step.
 Called by ops.experts_lora; calls kernels.select.
 
-    grouped_mm_low_rank, grouped_mm_low_rank_dgrad   the GEMM of a 4-bit weight plus that of its adapter
+    grouped_mm_low_rank, grouped_mm_low_rank_dgrad   the GEMM of a 4-bit weight plus its adapter's
     moe_gather_low_rank                              rows of tokens, and their product with A or B
     moe_gathered_wgrad                               gradient of A from the tokens, without their rows
-    swiglu_backward_and_value                        gradients of the activation, and what it gave
+    swiglu_backward_and_value                        gradients of the activation, and its value
 
     y = rows x weight + inner x b                 inner = rows x a, (M, R)
     gradient of rows = grad x weight + outer x a  outer = grad x b, (M, R)
 
-None has a gradient of its own. Legend: T tokens, M rows sorted by expert, E experts, N out_features, K in_features, R
+None of them is differentiable. Legend: T tokens, M rows sorted by expert, E experts, N out_features, K in_features, R
 rank.
 """
 
@@ -30,7 +30,7 @@ def _grouped_mm_low_rank(
     rows: Tensor, fp4_weight: Tensor, scale: Tensor, global_scale: Tensor, offsets: Tensor, inner: Tensor, b: Tensor,
     layout: str = LINEAR,
 ) -> Tensor:  # fmt: skip
-    """(M, K), inner (M, R), b (E, N, R) -> (M, N)."""
+    """Multiply rows (M, K) by the weight, and add inner (M, R) times b (E, N, R): -> (M, N)."""
     weight = WeightOperands(fp4_weight, scale, global_scale).packed(layout)
     ends = int32_offsets(offsets, rows.shape[0])
     out: Tensor = training_kernels(rows.device).grouped_mm_low_rank(rows, weight, ends, inner, b)
@@ -48,7 +48,7 @@ def _grouped_mm_low_rank_dgrad(
     grad: Tensor, fp4_weight: Tensor, scale: Tensor, global_scale: Tensor, offsets: Tensor, outer: Tensor, a: Tensor,
     layout: str = LINEAR,
 ) -> Tensor:  # fmt: skip
-    """(M, N), outer (M, R), a (E, R, K) -> (M, K)."""
+    """Multiply grad (M, N) by the weight, and add outer (M, R) times a (E, R, K): -> (M, K)."""
     weight = WeightOperands(fp4_weight, scale, global_scale).packed(layout)
     ends = int32_offsets(offsets, grad.shape[0], "grad")
     out: Tensor = training_kernels(grad.device).grouped_mm_low_rank_dgrad(grad, weight, ends, outer, a)
@@ -65,7 +65,7 @@ def _fake_grouped_mm_low_rank_dgrad(
 def _moe_gather_low_rank(
     tokens: Tensor, row_slot: Tensor, matrix: Tensor, offsets: Tensor, transposed: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """Tokens (T, K), row_slot (M,), matrix (E, R, K), transposed (E, K, R) -> the rows (M, K), their product (M, R)."""
+    """Gather tokens (T, K) by row_slot (M,); multiply by (E, R, K), or (E, K, R) if transposed: -> (M, K), (M, R)."""
     ends = int32_offsets(offsets, row_slot.shape[0])
     rows, product = training_kernels(tokens.device).gather_low_rank(
         tokens, row_slot, matrix.mT if transposed else matrix, ends
@@ -81,7 +81,7 @@ def _fake_moe_gather_low_rank(
 
 
 def _moe_gathered_wgrad(tokens: Tensor, row_slot: Tensor, grad: Tensor, offsets: Tensor) -> Tensor:
-    """Tokens (T, K), row_slot (M,), gradient (M, R) -> gradient (E, R, K)."""
+    """Return the gradient (E, R, K) of A, from tokens (T, K), row_slot (M,) and the gradient (M, R)."""
     ends = int32_offsets(offsets, row_slot.shape[0])
     out: Tensor = training_kernels(tokens.device).gathered_wgrad(tokens, row_slot, grad, ends)
     return out
@@ -95,8 +95,7 @@ def _swiglu_backward_and_value(
     grad: Tensor, y: Tensor, scales: Tensor | None, offsets: Tensor, needs_scales: bool, alpha: float = 1.0,
     limit: float | None = None, up_shift: float = 0.0,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Gradient (M, I) of `scaled_activation`'s result, y (M, 2I) -> the gradients of y and of scales, empty where it is
-    not needed; the result."""
+    """Return the gradients of y (M, 2I) and of scales (empty if not needed), and the value of `scaled_activation`."""
     of_y, of_scales, value = training_kernels(y.device).swiglu_gradient_and_value(
         grad, y, scales, int32_offsets(offsets, y.shape[0], "y"), form=SwiGLUConfig(alpha, limit, up_shift),
         needs_scales=needs_scales,

@@ -3,12 +3,12 @@ Called by the other files of ops; compilers.thunder.symbols reads `OPERATORS`; c
 
 The decorated function is the operator: its signature is the schema, its docstring the documentation, its body runs the
 kernel once the checks have passed. The checks, the shape of the result and the gradient are functions of the same
-arguments; each names those that it reads.
+arguments; each takes only the arguments that it reads.
 
-Host time is what a call costs on a fast device, so the registration is torch.library's low-level one, in place of
-`torch.library.custom_op`, and plain calls (dense tensors on one device, nothing that requires a gradient, no mode or
-transform) leave the dispatcher out: `Operator.__call__`. On CUDA they then run a chain of kernels, past the checks,
-that an earlier call with arguments of the same shapes, strides, dtypes and devices has prepared (cuda/chain.py).
+On a fast device a call costs mostly host time. So operators are registered by torch.library's low-level functions
+instead of `torch.library.custom_op`, and `Operator.__call__` bypasses the dispatcher for plain calls: dense tensors on
+one device, nothing that requires a gradient, no mode or transform. On CUDA a plain call then skips the checks and runs
+a chain of kernels (cuda/chain.py), prepared by an earlier call with the same shapes, strides, dtypes and devices.
 
 A description has each packed weight as one argument, `WeightOperands`. `weight_operator` registers an operator for
 each number format, whose schema has the tensors of the format's weights in its place.
@@ -43,7 +43,7 @@ __all__ = [
     "define",
     "is_eager",
     "is_plain_eager",
-    "name_in",
+    "op_name_for",
     "operator",
     "operator_for",
     "weight_operator",
@@ -68,7 +68,7 @@ _KINDS: dict[str, tuple[type, ...]] = {
 
 
 def _no_values(*args: Any, **options: Any) -> None:
-    """For operators without checks of data."""
+    """Accept every argument: for operators without checks of data."""
 
 
 class Operator:
@@ -82,21 +82,21 @@ class Operator:
         shapes: the arguments -> the shapes of the results. It reads shapes alone, so that it serves tensors, fake
             tensors and the proxies of Thunder.
         check: raises ValueError for arguments that do not fit; reads no data.
-        check_values: the same for data, which it may read on a CPU alone.
-        dtype: of the results, or the arguments -> those of the results; None for that of the first argument.
+        check_values: raises ValueError for data that does not fit; it reads data on a CPU only.
+        dtype: the results' dtype, or a function from the arguments to it; None for the first argument's dtype.
         gradient: (grad of the first result, *saved arguments, *saved results, needs=, **options) -> the gradients of
-            `differentiable`, those that `needs` asks for. None: the results are integers. It may raise instead.
+            `differentiable` that `needs` asks for. None: the results are integers. It may raise instead.
         differentiable: the names of arguments that get a gradient.
         saved: the positions of the function's arguments that the gradient reads.
-        saved_results: the positions of the results that it reads.
-        signature_of: the function whose parameters it has, where `function` is written for any.
+        saved_results: the positions of the results that the gradient reads.
+        signature_of: the function whose parameters the operator has, if `function` accepts any.
         of_nvfp4: the names of optional arguments that operators of other formats do not have.
-        format: of its weights, if it has any.
+        format: the number format of its packed weights, if it has any.
 
     Attributes:
-        name: of the operator, without the namespace; the function's name has NVFP4's in it.
-        signature: of the operator.
-        positions: of `differentiable` among the arguments.
+        name: the name of the operator, without the namespace; the function's name has NVFP4's in it.
+        signature: the signature of the operator.
+        positions: the positions of the arguments named in `differentiable`.
         public: a function that calls the operator.
     """
 
@@ -116,7 +116,7 @@ class Operator:
         of_nvfp4: Sequence[str] = (),
         format: BlockFormat = NVFP4,
     ) -> None:
-        self.name, self.format = name_in(function.__name__, format), format
+        self.name, self.format = op_name_for(function.__name__, format), format
         self._shapes, self._check, self._check_values, self._dtype = shapes, check, check_values, dtype
         self.differentiable, self._gradient, self._function = differentiable, gradient, function
         self._saved, self._saved_results = saved, saved_results
@@ -149,7 +149,7 @@ class Operator:
         places.append(len(self._positional))
         self._saved_places = slice(places[start], places[stop])
         self._least = sum(parameters[name].default is inspect.Parameter.empty for name in self._positional)
-        self._recent: tuple[Any, ...] = ()
+        self._mru: tuple[Any, ...] = ()  # prepared chains, the most recently used first
         self.public = self._public()
         schema = torch.library.infer_schema(self.public, mutates_args=())
         library, self._overload = define(self.name, schema, self._run, self._fake)
@@ -214,8 +214,9 @@ class Operator:
         self, grad: Tensor, *args: Any, results: Sequence[Tensor] = (), needs: Sequence[bool] | None = None,
         **options: Any,
     ) -> Gradients:  # fmt: skip
-        """Gradient of the first result -> those of `differentiable` that `needs` asks for (None: all); `results`: those
-        that `saved_results` says.
+        """Return the gradients of `differentiable` that `needs` asks for (None: all), from the first result's gradient.
+
+        `results` are the results that `saved_results` names.
 
         Raises:
             ValueError: as the operator, and for a grad that is not of its result's shape.
@@ -242,7 +243,7 @@ class Operator:
         return self._gradient(grad, *described, needs=needs, **options)
 
     def _dispatch(self, keys: torch._C.DispatchKeySet, *args: Any, **options: Any) -> Any:
-        """The kernel of the autograd key: the shortest way where there is no gradient and nothing else to dispatch."""
+        """Run the kernel of the autograd key: the shortest way if nothing needs a gradient or another dispatch."""
         plain = _PLAIN.get(keys.raw_repr())
         if plain is None:
             plain = _is_plain(keys)
@@ -258,7 +259,7 @@ class Operator:
     def __call__(self, *args: Any, **options: Any) -> Any:
         """Call the operator, past the dispatcher where it has nothing to do."""
         if self._least <= len(args) <= len(self._positional) and is_plain_eager(args[0]):
-            for chain in self._recent:  # which compare every argument themselves
+            for chain in self._mru:  # a chain compares every argument itself
                 result = chain(*args, **options)
                 if result is not None:
                     return result
@@ -279,14 +280,14 @@ class Operator:
         return all(type(value) in self._kinds_of_options.get(name, ()) for name, value in options.items())
 
     def _run_plain(self, *args: Any, **options: Any) -> Any:
-        """The kernel of the keys of dense tensors on a CPU and on CUDA devices."""
+        """Run the kernel of the keys of dense tensors on a CPU and on CUDA devices."""
         return self._run_known(args, options)
 
     def _run_known(self, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
-        """`_run`, on CUDA by a chain of kernels that an earlier call with arguments of this kind has prepared."""
+        """Run `_run`, on CUDA by the chain that an earlier call with arguments of this kind has prepared."""
         if forward_ad._current_level >= 0 or chosen_backend() is not None:
             return self._run(*args, **options)
-        for chain in self._recent:
+        for chain in self._mru:
             result = chain(*args, **options)
             if result is not None:
                 return result
@@ -304,9 +305,9 @@ class Operator:
             return result
         if chain is None:
             return self._compute(*self.described(args), **options)
-        self._recent = (chain, *[other for other in self._recent if other is not chain][: _MAX_RECENT - 1])
+        self._mru = (chain, *[other for other in self._mru if other is not chain][: _MAX_RECENT - 1])
         result = chain(*args, **options)
-        # None for another alignment, say.
+        # The chain may return None, for example for another alignment.
         return self._compute(*self.described(args), **options) if result is None else result
 
     def _run(self, *args: Any, **options: Any) -> Any:
@@ -317,7 +318,7 @@ class Operator:
         return self._compute(*described, **options)
 
     def _compute(self, *args: Any, **options: Any) -> Any:
-        """The results of the function, none of them a view: autograd lets nobody change views of a kernel's tensors."""
+        """Return the function's results, never views: autograd forbids in-place changes of views made by a kernel."""
         results = self._function(*args, **options)
         return tuple(map(_no_view, results)) if isinstance(results, tuple) else _no_view(results)
 
@@ -336,9 +337,10 @@ class Operator:
         ctx.saves, ctx.options = bool(saved), self._options | options
 
     def _backward(self, ctx: Any, grad: Tensor, needs_grad: Sequence[bool]) -> list[Tensor | None]:
-        """The gradients of the arguments, of which the last may have been left out."""
+        """Return the gradients of the arguments; trailing arguments may have been left out."""
         needs = tuple(any(needs_grad[position : position + 1]) for position in self.positions)
-        # Reading them is an error in a second backward, which one that saves nothing can do: of a cached weight, say.
+        # Reading them is an error in a second backward. A backward that saves nothing can run twice: with a cached
+        # weight, say.
         saved = ctx.saved_tensors if ctx.saves else ()
         grads = self.gradients(grad, saved, needs=needs, **ctx.options)
         result: list[Tensor | None] = [None] * len(self._positional)
@@ -348,7 +350,7 @@ class Operator:
 
 
 def _autograd_function(operator: Operator) -> type[torch.autograd.Function]:
-    """The autograd function of a call: (dispatch keys, options, *arguments) -> the operator's results."""
+    """Return the autograd function of a call: (dispatch keys, options, *arguments) -> the operator's results."""
 
     class Differentiable(torch.autograd.Function):
         @staticmethod
@@ -371,12 +373,12 @@ def _autograd_function(operator: Operator) -> type[torch.autograd.Function]:
 
 
 def _kinds_of(declared: str) -> tuple[type, ...]:
-    """The types of Python that arguments of a schema's type have."""
+    """Return the types of Python that arguments of a schema's type have."""
     of_value = declared.removeprefix("Optional[").removesuffix("]")
     return _KINDS[of_value] if of_value == declared else (*_KINDS[of_value], type(None))
 
 
-# By the representation of a set of dispatch keys: whether a backend's key alone is left below autograd's.
+# Representation of a set of dispatch keys -> True if only a backend's key is left below autograd's.
 _PLAIN: dict[int, bool] = {}
 
 
@@ -414,7 +416,7 @@ def is_plain_eager(tensor: Tensor) -> bool:
         and forward_ad._current_level < 0
         and not _is_functional(tensor)
         and chosen_backend() is None
-        and not _profiler_enabled()  # whose rows are what the dispatcher calls
+        and not _profiler_enabled()  # it lists the dispatcher's calls
     )
 
 
@@ -427,23 +429,23 @@ _transform = torch._C._functorch.peek_interpreter_stack
 
 
 def _only_devices() -> bool:
-    """True if all function modes are those of torch.set_default_device, which make no difference to kernels."""
+    """True if all function modes come from torch.set_default_device, which makes no difference to kernels."""
     return all(type(mode) is DeviceContext for mode in _get_current_function_mode_stack())
 
 
 def define(
     name: str, schema: str, kernel: Callable[..., Any], fake: Callable[..., Any]
 ) -> tuple[torch.library.Library, Any]:
-    """Registers an operator of the namespace thunder_moe at the dispatcher's low level.
+    """Register an operator of the namespace thunder_moe at the dispatcher's low level.
 
-    `torch.library.custom_op` would do so with three Python functions around the kernel at every call. As there, an
-    operator of the same name is replaced, for modules that are reloaded.
+    `torch.library.custom_op` would run three Python functions around the kernel at every call. Like there, an operator
+    of the same name is replaced, for modules that are reloaded.
 
     Args:
-        name: of the operator, without the namespace.
-        schema: behind the name; the operator changes no argument, and returns none.
-        kernel: for all devices.
-        fake: the same for tensors without data.
+        name: the name of the operator, without the namespace.
+        schema: the schema behind the name; the operator changes no argument, and returns none.
+        kernel: the implementation for all devices.
+        fake: the implementation for tensors without data.
 
     Returns:
         The library that the operator belongs to, and its overload.
@@ -471,9 +473,9 @@ def _no_view(result: Tensor) -> Any:
 
 
 def operator(**description: Any) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Decorate the function of an operator: register it, and give a function that calls the operator.
+    """Decorate the function of an operator: register it, and return a function that calls the operator.
 
-    The arguments are those of `Operator`.
+    It takes the arguments of `Operator`.
     """
 
     def register(function: Callable[P, R]) -> Callable[P, R]:
@@ -485,7 +487,7 @@ def operator(**description: Any) -> Callable[[Callable[P, R]], Callable[P, R]]:
 def weight_operator(**description: Any) -> Callable[[Callable[..., R]], Callable[..., R]]:
     """Decorate the function of the operators of packed weights: register one for each number format.
 
-    The arguments are those of `Operator`. The function that is given calls the operator for NVFP4.
+    It takes the arguments of `Operator`. The decorated function calls the operator for NVFP4.
     """
 
     def register(function: Callable[..., R]) -> Callable[..., R]:
@@ -496,21 +498,21 @@ def weight_operator(**description: Any) -> Callable[[Callable[..., R]], Callable
 
 
 def operator_for(name: str, format: BlockFormat = NVFP4) -> Callable[..., Any]:
-    """Return what modules call for an operator of an NVFP4 operator's name, for weights of a number format.
+    """Return the callable by which modules run an operator, given its NVFP4 name, for weights of a number format.
 
     In eager code it is the `Operator`, which leaves the dispatcher out where it can; compilers see torch's own object.
     """
-    name = name_in(name, format)
+    name = op_name_for(name, format)
     return getattr(torch.ops.thunder_moe, name) if torch.compiler.is_compiling() else OPERATORS[name]
 
 
-def name_in(name: str, format: BlockFormat) -> str:
+def op_name_for(name: str, format: BlockFormat) -> str:
     """Return the name of an NVFP4 operator's form for weights of another number format."""
     return name.replace(NVFP4.name, format.name)
 
 
 def _documentation(function: Callable[..., Any], format: BlockFormat) -> str:
-    """Return the docstring of an operator that is not for NVFP4, by which its function is documented."""
+    """Return the docstring of an operator for another format than NVFP4."""
     summary = (function.__doc__ or "").partition("\n")[0].replace("NVFP4", format.name.upper())
     return (
         f"{summary}\n\n    As `{function.__name__}`, for weights in {format.name.upper()}: {format.operands[0]} is the"

@@ -34,7 +34,7 @@ def _check_values(expert_ids: Tensor, num_experts: int) -> None:
 
 @operator(shapes=_shapes, check=_check, check_values=_check_values, dtype=torch.int32)
 def moe_route(expert_ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Sorts the slots of tokens by expert: what a grouped GEMM needs to know of a routing. Not differentiable.
+    """Sort the slots of tokens by expert, as grouped GEMMs need them. Not differentiable.
 
     The sort is stable, so the order of rows is unique. Ids outside [0, E), such as expert parallelism's sentinels,
     go behind all others: their rows lie past ``offsets[-1]``. Never synchronises with the host on CUDA.

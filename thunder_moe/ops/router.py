@@ -49,7 +49,7 @@ def _check_form(
     scores_dtype: torch.dtype | None,
     options: dict[str, Any],
 ) -> None:
-    """The bias and the options of a choice among so many experts."""
+    """Return the bias and the options of a choice among so many experts."""
     if bias is not None:
         ok = bias.shape == (experts,) and bias.dtype in ACTIVATION_DTYPES and bias.device == device
         require(ok, "bias", bias, f"shape ({experts},), dtype bfloat16, float16 or float32, on {device}")
@@ -111,20 +111,20 @@ def moe_router(
     mask_to_zero: bool = False,
     scores_dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Chooses the experts of each token, and sorts the tokens' slots by expert for grouped GEMMs.
+    """Choose the experts of each token, and sort the tokens' slots by expert for grouped GEMMs.
 
     s = softmax or sigmoid of the logits -> the top_k experts by s + bias, within the best groups -> w = s of those
-    -> w / max(sum(w) + epsilon, least_sum) -> w * scale. All in float32, rounded once, to `scores_dtype`. The softmax
-    of the chosen logits alone (GPT-OSS) is "softmax" with `normalize`.
+    -> w / max(sum(w) + epsilon, least_sum) -> w * scale. All is computed in float32 and rounded once, to
+    `scores_dtype`. The softmax of the chosen logits alone (GPT-OSS) is "softmax" with `normalize`.
 
     The choice is unique: the largest first, of equal ones the lower index first (torch.topk leaves open which of
     equal ones it takes, and in which order). Without a bias and groups the logits themselves are compared, so that
-    probabilities that round to the same number are no ties. NaN counts as larger than any number, as in torch.topk:
-    ids are always valid; the scores that depend on it are NaN.
+    probabilities that round to the same number are not ties. NaN counts as larger than any number, as in torch.topk:
+    ids are always valid; the scores that depend on NaN are NaN.
 
-    Differentiable in `logits`; none for `bias`, which only takes part in the choice. Never synchronises with the
-    host on CUDA, where up to 512 experts, 32 groups and a top_k of 32 have a kernel: one launch for few tokens, else
-    two.
+    Differentiable in `logits`; `bias` gets no gradient, because it only takes part in the choice. Never synchronises
+    with the host on CUDA, where up to 512 experts, 32 groups and a top_k of 32 have a kernel: one launch for few
+    tokens, else two.
 
     Args:
         logits: (T, E) bfloat16, float16 or float32.
@@ -136,11 +136,12 @@ def moe_router(
         least_sum: the divisor is not below it.
         scale: multiplies the scores (`routed_scaling_factor`).
         num_groups: the experts form that many groups of consecutive ones.
-        top_groups: the groups that a token's experts come from, those with the best sums of their `group_best` best.
+        top_groups: the number of groups that a token's experts come from: the groups with the largest sums of their
+            `group_best` best scores.
         group_best: see top_groups; 2 in DeepSeek-V3, 1 in DeepSeek-V2.
-        mask_to_zero: experts of other groups compete with 0, so that they outrank negative ones; else they are
-            chosen never.
-        scores_dtype: of the scores; the logits' when None.
+        mask_to_zero: experts of other groups compete with 0, so that they outrank negative scores; otherwise they are
+            never chosen.
+        scores_dtype: the dtype of the scores; the logits' when None.
 
     Returns:
         scores: (T, A), the weights of the token's experts.
@@ -234,20 +235,19 @@ def moe_linear_router(
     logits_dtype: torch.dtype | None = None,
     scores_dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """`moe_router` of a linear layer's logits, for inference: it has no gradient, and a backward fails.
+    """Compute `moe_router` of a linear layer's logits, for inference: a backward raises an error.
 
-    The logits are float32 sums of products, plus linear_bias, rounded once to logits_dtype, and the choice is that of
-    `moe_router` for the rounded ones. On CUDA one kernel computes it all for up to three tokens of 16 bits; else it
-    is a GEMM and the kernels of `moe_router`. The options of the form, from top_k to mask_to_zero, are those of
-    `moe_router`.
+    The logits are float32 sums of products, plus linear_bias, rounded once to logits_dtype; `moe_router` chooses by the
+    rounded logits. On CUDA one kernel computes it all for up to three tokens of 16 bits; otherwise a GEMM and the
+    kernels of `moe_router` run. The options from top_k to mask_to_zero mean the same as in `moe_router`.
 
     Args:
         hidden_states: (T, H) bfloat16, float16 or float32.
         weight: (E, H), of that dtype.
         linear_bias: (E,) of the linear layer and of that dtype, a part of the logits.
-        bias: (E,), as of `moe_router`: added to the scores for the choice alone.
-        logits_dtype: that of hidden_states when None, or float32.
-        scores_dtype: of the scores; hidden_states' when None.
+        bias: (E,), as in `moe_router`: added to the scores for the choice alone.
+        logits_dtype: None for the dtype of hidden_states, or float32.
+        scores_dtype: the dtype of the scores; hidden_states' when None.
 
     Returns:
         What `moe_router` returns, and the logits (T, E).

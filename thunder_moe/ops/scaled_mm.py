@@ -1,5 +1,5 @@
-"""The operator thunder_moe::f16a_nvfp4weight_scaled_mm, a dense layer with one NVFP4 weight, and that of its gradient;
-both for MXFP8 weights, too.
+"""The operator thunder_moe::f16a_nvfp4weight_scaled_mm, a dense layer with one NVFP4 weight, and its gradient; both
+also exist for MXFP8 weights.
 Called by nn.linear and compiled graphs; calls kernels.select.
 
 Legend: ... any leading dimensions, of which there may be none, N output features, K input features.
@@ -18,7 +18,7 @@ from thunder_moe.formats.layouts import LINEAR, find_layout
 from thunder_moe.formats.weight import PackedWeight, WeightOperands
 from thunder_moe.kernels.select import select
 from thunder_moe.ops.checks import ACTIVATION_DTYPES, check_optional
-from thunder_moe.ops.operator import OPERATORS, name_in, weight_operator
+from thunder_moe.ops.operator import OPERATORS, op_name_for, weight_operator
 
 __all__ = [
     "dense_operands",
@@ -30,13 +30,13 @@ __all__ = [
 
 
 def dense_operands(weight: PackedWeight) -> tuple[Tensor, ...]:
-    """The tensors of a weight (1, N, K) as the operators take them: the codes transposed, (K // codes_per_byte, N)."""
+    """Return the tensors of a weight (1, N, K) for the operators: the codes transposed, (K // codes_per_byte, N)."""
     qdata, *others = weight.tensors()
     return qdata[0].t(), *(tensor[0] for tensor in others)
 
 
 def _check_operands(name: str, rows: Tensor, weight: WeightOperands, layout: str, columns: str) -> None:
-    """Checks everything that can be checked without data; `columns` is what the last dimension of `rows` has to be."""
+    """Check everything that can be checked without data; `columns` is what the last dimension of `rows` has to be."""
     packed, scale, global_scale, format, (of_weight, *_) = weight
     known = find_layout(layout, format)
     require(rows.dtype in ACTIVATION_DTYPES, name, rows, f"a dtype of {ACTIVATION_DTYPES}")
@@ -81,7 +81,7 @@ def _check(activation: Tensor, weight: WeightOperands, bias: Tensor | None = Non
 
 def _run(name: str, rows: Tensor, weight: WeightOperands, layout: str) -> Tensor:
     """Calls the operator of a name in the weight's format."""
-    operator = getattr(torch.ops.thunder_moe, name_in(name, weight.format))
+    operator = getattr(torch.ops.thunder_moe, op_name_for(name, weight.format))
     out: Tensor = operator(rows, *weight.tensors, layout=layout)
     return out
 
@@ -110,7 +110,7 @@ _NAME = "f16a_nvfp4weight_scaled_mm"
 def f16a_nvfp4weight_scaled_mm(
     activation: Tensor, weight: WeightOperands, bias: Tensor | None = None, *, layout: str = LINEAR
 ) -> Tensor:
-    """`torch.nn.functional.linear` of 16-bit activations with an NVFP4 weight: ``activation @ w.T + bias``.
+    """Compute `torch.nn.functional.linear` of 16-bit activations with an NVFP4 weight: ``activation @ w.T + bias``.
 
     Differentiable in `activation` and `bias`; the weight is frozen. Never synchronizes with the host on CUDA. Under
     autocast it computes in autocast's dtype, as ``linear`` does.
@@ -121,7 +121,7 @@ def f16a_nvfp4weight_scaled_mm(
         weight_scaling_factor: float8_e4m3fn block scales, (N, K // 16) when linear.
         weight_global_scale: float32 () or (N,), the multiplier that decodes.
         bias: (N,), floating point of 16 bits or more.
-        layout: of the weight, one of `thunder_moe.formats.layouts.LAYOUTS`.
+        layout: the layout of the weight, one of `thunder_moe.formats.layouts.LAYOUTS`.
 
     Returns:
         (..., N) in the activation's dtype.
@@ -158,9 +158,9 @@ def _dgrad_gradient(grad: Tensor, weight: WeightOperands, *, needs: Any, layout:
     saved=slice(1, 2),
 )
 def f16a_nvfp4weight_scaled_mm_dgrad(grad: Tensor, weight: WeightOperands, *, layout: str = LINEAR) -> Tensor:
-    """Gradient (..., N) of `f16a_nvfp4weight_scaled_mm`'s output -> gradient (..., K) of its activation.
+    """Return the gradient (..., K) of the activation, from the gradient (..., N) of the output.
 
-    The arguments are as there. Differentiable in `grad`.
+    The other arguments are the same as the forward's. Differentiable in `grad`.
     """
     rows = grad.reshape(-1, grad.shape[-1])
     out: Tensor = select(grad.device, format=weight.format.name).mm_dgrad(rows, weight.packed(layout))
@@ -190,5 +190,5 @@ def _register_autocast(name: str, device_type: str, key: str) -> None:
 
 _LIBRARY = torch.library.Library("thunder_moe", "IMPL")
 for _format in (NVFP4, MXFP8):
-    _register_autocast(name_in(_NAME, _format), "cpu", "AutocastCPU")
-    _register_autocast(name_in(_NAME, _format), "cuda", "AutocastCUDA")
+    _register_autocast(op_name_for(_NAME, _format), "cpu", "AutocastCPU")
+    _register_autocast(op_name_for(_NAME, _format), "cuda", "AutocastCUDA")

@@ -34,7 +34,7 @@ def _fake_dgrad(grad: Tensor, b: Tensor, offsets: Tensor) -> Tensor:
 
 
 def _wgrad(a: Tensor, grad: Tensor, offsets: Tensor, row_major: bool = False) -> Tensor:
-    # Where a dimension is not a multiple of 16 bytes torch pads the rows of the result.
+    # If a dimension is not a multiple of 16 bytes, torch pads the rows of the result.
     weight_grad = kernels.wgrad(a, grad, offsets, row_major)
     return weight_grad.contiguous() if row_major else weight_grad.mT.contiguous().mT
 
@@ -45,10 +45,10 @@ def _fake_wgrad(a: Tensor, grad: Tensor, offsets: Tensor, row_major: bool = Fals
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    # No more than torch keeps: what is not kept may change in place before the backward.
+    # Keep no more than torch does: tensors that are not kept may change in place before the backward.
     a, b, offsets = inputs
     needs_a, needs_b = ctx.needs_input_grad[:2]
-    # The gradient of a weight has the weight's layout, as torch's has: torch.cond compares that of its branches.
+    # The gradient of a weight has the weight's layout, like torch's: torch.cond compares the layouts of its branches.
     ctx.row_major = b.stride(-1) == 1 and b.stride(-2) != 1
     ctx.save_for_backward(a if needs_b else None, b if needs_a else None, offsets)
 

@@ -22,7 +22,7 @@ from torch.nn.utils.parametrize import is_parametrized
 from thunder_moe.formats.weight import joined
 from thunder_moe.nn import GroupedLinear, NVFP4GroupedLinear
 from thunder_moe.nn.lora import LoRALinear
-from thunder_moe.nn.packed import NVFP4Module
+from thunder_moe.nn.packed import PackedModule
 
 __all__ = ["LocalLinear", "WeightSharding", "check_sharding", "shard_weight_"]
 
@@ -150,7 +150,7 @@ def check_sharding(name: str, linear: nn.Module, sharding: WeightSharding) -> No
             options of training or a bias, which sharded linears do not support.
         TypeError: it is a module of another class.
     """
-    if not isinstance(linear, GroupedLinear | NVFP4GroupedLinear | nn.Linear) and not isinstance(linear, NVFP4Module):
+    if not isinstance(linear, GroupedLinear | NVFP4GroupedLinear | nn.Linear) and not isinstance(linear, PackedModule):
         raise TypeError(f"{name}: got a {type(linear).__name__}, wanted a linear of this package or torch's")
     bias = linear._parameters.get("bias")
     if weight_sharding_of(linear) is not None or any(
@@ -171,7 +171,7 @@ def check_sharding(name: str, linear: nn.Module, sharding: WeightSharding) -> No
     for dim, _, ranks, stacked in sharding.shards():
         if dim == 0 and not _has_experts_dim(linear):
             continue
-        if isinstance(linear, NVFP4Module):
+        if isinstance(linear, PackedModule):
             reason = linear.obstacle_to_narrow(dim, ranks, stacked)
         else:
             size = getattr(linear, _SIZES[dim])
@@ -196,7 +196,7 @@ def shard_weight_(linear: nn.Module, sharding: WeightSharding, source: int | Non
         source: the rank whose weights are distributed; None: each rank shards its own, without communication.
     """
     linear.__dict__["_sharding"] = sharding
-    packed = isinstance(linear, NVFP4Module)
+    packed = isinstance(linear, PackedModule)
     for name, parameter in list(linear._parameters.items()):
         if parameter is None:
             continue
@@ -208,7 +208,7 @@ def shard_weight_(linear: nn.Module, sharding: WeightSharding, source: int | Non
             _broadcast(parameter.data, sharding.mesh, source)
             sharded = sharding.local_shard(parameter.data, dims)
         linear._parameters[name] = nn.Parameter(sharded, requires_grad=parameter.requires_grad)
-    if isinstance(linear, NVFP4Module):
+    if isinstance(linear, PackedModule):
         for buffer in linear.buffers():
             _broadcast(buffer, sharding.mesh, source)
         for dim, rank, ranks, stacked in sharding.shards():
@@ -242,7 +242,7 @@ def _sharded_dims(linear: nn.Module, sharding: WeightSharding, tensor: Tensor) -
 
 def _state_tensors(linear: nn.Module) -> dict[str, Tensor]:
     """Return the tensors of a linear that its state dict has, by name."""
-    buffers = linear._buffers if isinstance(linear, NVFP4Module) else {}
+    buffers = linear._buffers if isinstance(linear, PackedModule) else {}
     both = {**linear._parameters, **buffers}
     return {name: tensor for name, tensor in both.items() if tensor is not None}
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from thunder_moe.formats.checks import require_module
 from thunder_moe.kernels.select import lay_out, resolve_layout
-from thunder_moe.nn.packed import NVFP4Module
+from thunder_moe.nn.packed import PackedModule
 from thunder_moe.nn.snapshot import replacing
 from thunder_moe.quantization.choose import (
     choose_modules,
@@ -250,7 +250,7 @@ def to_layout_(model: Model, layout: str = "auto") -> Model:
     """
     require_module(model)
     require_layout(layout)
-    linears = {name: module for name, module in model.named_modules() if isinstance(module, NVFP4Module)}
+    linears = {name: module for name, module in model.named_modules() if isinstance(module, PackedModule)}
     if not linears:
         raise ValueError(f"model: found no NVFP4 modules in {type(model).__name__}, nothing to lay out")
     wanted = {}
@@ -262,7 +262,7 @@ def to_layout_(model: Model, layout: str = "auto") -> Model:
     # first is converted. The lock keeps another thread from replacing half of the buffers meanwhile: their shapes would
     # tell of a layout that does not exist.
     with replacing:
-        shared: dict[tuple[Any, ...], list[NVFP4Module]] = defaultdict(list)
+        shared: dict[tuple[Any, ...], list[PackedModule]] = defaultdict(list)
         for module, own in wanted.items():
             module.auto_layout = layout == "auto"
             if module.layout != own:

@@ -21,16 +21,16 @@ __all__ = ["ScaledSReLU", "ScaledSwiGLU"]
 
 
 class _ScaledActivation(nn.Module):
-    """An activation of the kind that `form` says; it has no parameters."""
+    """A parameter-free activation module; `form` says which activation it computes."""
 
-    gated: bool  # whether it halves the columns
+    gated: bool  # True if it halves the columns
 
     def __init__(self, form: ActivationForm) -> None:
         super().__init__()
         self.form = form
 
     def forward(self, y: Tensor, scales: Tensor | None = None) -> Tensor:
-        """(..., D) -> (..., I) in y's dtype.
+        """Activate (..., D) -> (..., I) in y's dtype.
 
         Args:
             scales: floating point (...), multiplies each row; keeps its dtype, as does its gradient.
@@ -59,19 +59,19 @@ class _ScaledActivation(nn.Module):
 class ScaledSwiGLU(_ScaledActivation):
     """``g * sigmoid(alpha * g) * (u + up_shift) * scales`` with g = min(gate, limit), u = clamp(up, -limit, limit).
 
-    In float32, rounded once; y and scales alone are kept for the backward. Gradients pass where gate or up equals the
-    limit. The defaults are SwiGLU, ``silu(gate) * up``; GPT-OSS has alpha 1.702, limit 7 and up_shift 1.
+    It computes in float32 and rounds once; only y and scales are kept for the backward. Gradients pass where gate or up
+    equals the limit. The defaults are SwiGLU, ``silu(gate) * up``; GPT-OSS has alpha 1.702, limit 7 and up_shift 1.
 
     Args:
-        glu_interleave_size: s, where gate and up take turns of s columns: they are the two parts of
+        glu_interleave_size: s, if gate and up alternate every s columns: they are the two parts of
             ``y.reshape(..., D // (2 * s), 2, s).transpose(-3, -2)``. None: the gate's half of the columns comes first.
         alpha: factor of the gate in the sigmoid.
-        limit: of gate and up, positive; none when None.
+        limit: the positive limit of gate and up; None for no limit.
         up_shift: added to up.
 
     Raises:
-        ValueError: an interleave size that is no positive integer, a limit that is not positive, NaN or Inf.
-        TypeError: no number.
+        ValueError: an interleave size that is not a positive integer, a limit that is not positive, NaN or Inf.
+        TypeError: an option is not a number.
     """
 
     gated = True
@@ -103,7 +103,8 @@ class ScaledSwiGLU(_ScaledActivation):
 
 
 class ScaledSReLU(_ScaledActivation):
-    """``relu(y)**2 * scales``, in float32, rounded once; D = I. y and scales alone are kept for the backward."""
+    """``relu(y)**2 * scales``, computed in float32 and rounded once; D = I. Only y and scales are kept for the
+    backward."""
 
     gated = False
 

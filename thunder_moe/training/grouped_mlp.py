@@ -31,21 +31,21 @@ __all__ = ["GroupedMLP", "NVFP4GroupedMLP", "own_form"]
 class GroupedMLP(nn.Module):
     """The experts of a layer: ``down_proj(activation(gate_up_proj(x)) * scales)``, each projection one grouped GEMM.
 
-    The scales multiply all that an expert gives, the bias of its down projection too: with the router's weights, the
-    sum of a token's rows is the layer's output. For the backward, the input and the output of gate_up_proj are kept,
-    and the rows between activation and down_proj are computed again.
+    The scales multiply an expert's whole result, including the bias of its down projection: with the router's weights,
+    the sum of a token's rows is the layer's output. For the backward, the input and the output of gate_up_proj are
+    kept, and the rows between activation and down_proj are computed again.
 
     Args:
         num_experts: E.
         hidden_size: H.
         intermediate_size: I.
-        bias: of both projections.
-        activation: called with the output of gate_up_proj and the scales; a `ScaledSwiGLU` when None. gate_up_proj has
-            2I out_features, or I where the activation has a false attribute `gated`, as `ScaledSReLU`.
-        dtype: of the parameters.
-        device: of the parameters.
-        accumulate_into_main_grad: of both projections, as in `GroupedLinear`.
-        delay_wgrad: of both projections, as in `GroupedLinear`.
+        bias: True for a bias in both projections.
+        activation: called with the output of gate_up_proj and the scales; None for a `ScaledSwiGLU`. gate_up_proj has
+            2I out_features, or I if the activation has a false attribute `gated`, like `ScaledSReLU`.
+        dtype: the dtype of the parameters.
+        device: the device of the parameters.
+        accumulate_into_main_grad: for both projections, as in `GroupedLinear`.
+        delay_wgrad: for both projections, as in `GroupedLinear`.
 
     Raises:
         ValueError: a size that is not a positive integer, one that the activation's interleave size does not divide.
@@ -95,7 +95,7 @@ class GroupedMLP(nn.Module):
         out: Tensor | None = None,
         grad_input: Tensor | None = None,
     ) -> Tensor:
-        """(M, H) rows sorted by expert, offsets (E,) row ends -> (M, H).
+        """Run (M, H) rows sorted by expert, with offsets (E,) of row ends: -> (M, H).
 
         Rows past ``offsets[-1]`` may hold anything: results and gradients are zero there.
 
@@ -128,7 +128,7 @@ class GroupedMLP(nn.Module):
         return result
 
     def backward_dw(self) -> None:
-        """Computes the oldest weight gradient that waits of either projection; does nothing when none does.
+        """Compute the oldest waiting weight gradient of either projection; do nothing if none waits.
 
         Raises:
             ValueError, RuntimeError: as `GroupedLinear.backward_dw`.
@@ -141,7 +141,7 @@ class GroupedMLP(nn.Module):
         return any(linear.need_backward_dw() for linear in self._linears())
 
     def _linears(self) -> list[GroupedLinear]:
-        """The 16-bit projections."""
+        """Return the 16-bit projections."""
         return [linear for linear in (self.down_proj, self.gate_up_proj) if isinstance(linear, GroupedLinear)]
 
     def _load_from_state_dict(
@@ -158,7 +158,7 @@ class GroupedMLP(nn.Module):
 class NVFP4GroupedMLP(nn.Module):
     """`GroupedMLP` with frozen 4-bit weights: gradients reach x, the scales and the biases.
 
-    SwiGLU whose gate comes first is a part of the gate-and-up GEMM; other activations follow it.
+    A SwiGLU with the gate's columns first is fused into the gate-and-up GEMM; other activations follow it.
 
     Args:
         gate_up_proj: (E, 2I, H), or (E, I, H) for an activation that halves no columns; its rows in the order that the
@@ -175,7 +175,7 @@ class NVFP4GroupedMLP(nn.Module):
         return name_of_container(self)
 
     def forward(self, x: Tensor, offsets: Tensor, scales: Tensor | None = None) -> Tensor:
-        """(M, H) rows sorted by expert, offsets (E,) row ends -> (M, H), zeros past the last of them.
+        """Run (M, H) rows sorted by expert, with offsets (E,) of row ends: -> (M, H), zeros past the last row end.
 
         Args:
             scales: floating point (M,), multiplies each row of the result.
@@ -215,7 +215,7 @@ class NVFP4GroupedMLP(nn.Module):
 
 
 def own_form(activation: nn.Module) -> ActivationForm | None:
-    """The form of an activation of this package without customization, which operators compute; None for others."""
+    """Return the form of an activation of this package without customization; None for others: no operator has them."""
     for cls in (ScaledSwiGLU, ScaledSReLU):
         if calls_only_its_class(activation, cls):
             return activation.form

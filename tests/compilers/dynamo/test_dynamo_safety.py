@@ -55,7 +55,7 @@ def program(code):
 
 
 def run(function, module, *, x_grad, context):
-    """All that a call and its backward do: (values, requires_grad)."""
+    """Return all effects of a call and its backward: (values, requires_grad)."""
     torch.manual_seed(1)
     leaf = torch.randn(8, 64, dtype=BF16, requires_grad=x_grad)
     x, buf, o = leaf.clone(), torch.zeros(8, 64, dtype=BF16), ENDS.clone()
@@ -70,7 +70,7 @@ def run(function, module, *, x_grad, context):
 
 
 def compare(body, inner, *, train="", x_grad=True, context=torch.enable_grad, calls=1, tolerance=0.012, **options):
-    """Compares with eager mode; returns the report."""
+    """Compare with eager mode; return the report."""
     module = Block(body)
     for name in train:
         getattr(module, name).requires_grad_()
@@ -539,7 +539,7 @@ def test_what_thunder_hands_to_inductor_is_in_4_bits():
 
 @pytest.mark.parametrize("mode", ["outside", "inside"])
 def test_a_graph_whose_frozen_weight_requires_a_gradient_now(mode):
-    """As dynamo before torch 2.13 calls it, which does not compile again."""
+    """Dynamo before torch 2.13 calls such a graph without compiling it again."""
     weight = nn.Parameter(torch.randn(2, 32, 64).bfloat16(), requires_grad=False)
     calls = []
 

@@ -1,4 +1,4 @@
-"""What a node of an FX graph is taken to write when nobody can tell.
+"""Tests the writes that are assumed of a node of an FX graph with unknown effects.
 Called by pytest.
 """
 

@@ -79,7 +79,7 @@ def decoded(module):
 
 
 def expected(module, x):
-    """By the oracle; sentinels count nothing."""
+    """Return the oracle's result; sentinels count nothing."""
     weights, ids = module.route(x)
     weights = torch.where(ids < E, weights.float(), 0.0)
     rounded = decoded(copy.deepcopy(module).float())
@@ -91,7 +91,7 @@ def is_whole(function):
 
 
 def of_modules(self, x):
-    """As a module that is handed to functions: of int32, behind a clamp."""
+    """Return ids like a module that hands them to functions: int32, clamped."""
     values, ids = Masked.route(self, x)
     return values, ids.to(torch.int32).clamp(0, E - 1)
 
@@ -122,7 +122,7 @@ def test_masks_of_nothing_are_dropped(name):
 @pytest.mark.parametrize("tokens", [1, 40])
 @pytest.mark.parametrize("detached", [False, True])
 def test_gradients(tokens, detached):
-    """Those of eager; a mask that takes the gradient away does so still."""
+    """Gradients equal eager's; a mask that takes the gradient away still does so."""
 
     def mask_result(self, y, mask):
         with torch.set_grad_enabled(not detached):
@@ -351,7 +351,7 @@ CALLERS = {
 
 @pytest.mark.parametrize("name", CALLERS)
 def test_changes_before_a_backward(name):
-    """What a backward reads is no tensor that is changed in place, as in eager."""
+    """A backward reads no tensor that is changed in place, as in eager."""
     module, x = Masked(), torch.randn(T, H, dtype=BF16)
 
     def program(logits, given, weight):

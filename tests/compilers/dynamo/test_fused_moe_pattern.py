@@ -94,7 +94,7 @@ def decoded(module):
 
 @pytest.fixture
 def operators():
-    """Names of the package's operators that the inner compiler "listing" sees."""
+    """Return the names of the package's operators that the inner compiler "listing" sees."""
     seen = []
 
     def listing(gm, inputs):

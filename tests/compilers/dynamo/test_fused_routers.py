@@ -17,7 +17,7 @@ pytestmark = pytest.mark.filterwarnings(f"ignore::{RewriteWarning.__module__}.{R
 
 @pytest.fixture
 def targets():
-    """Names of what the inner compiler "listing" gets to see."""
+    """Return the names of what the inner compiler "listing" gets to see."""
     seen = []
 
     def listing(gm, inputs):
@@ -34,7 +34,7 @@ def targets():
 
 
 def routing(targets):
-    """The routing operators among them."""
+    """Return the routing operators among them."""
     return [name.split(".")[1] for name, _ in targets if name.startswith("thunder_moe.moe_rout")]
 
 
@@ -116,8 +116,8 @@ def test_experts_behind_it_take_its_order(targets):
     assert routing(targets) == ["moe_router"]
 
 
-def test_selected_experts_take_its_order(targets):
-    """Batched products, as transformers makes them to decode: their ids are the router's, reshaped and clamped."""
+def test_gathered_products_take_its_order(targets):
+    """transformers decodes by batched products; their ids are the router's, reshaped and clamped."""
 
     class Layer(torch.nn.Module):
         def __init__(self):

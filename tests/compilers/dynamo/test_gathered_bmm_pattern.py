@@ -60,7 +60,7 @@ class Selected(nn.Module):
 
 
 def expected(module, x, ids=None):
-    """With the NVFP4 values of its weights, row by row."""
+    """Compute with the NVFP4 values of its weights, row by row."""
     weights = {}
     for name in ("gate_up", "down"):
         weight = getattr(module, name).mT if module.transposed else getattr(module, name)

@@ -72,7 +72,7 @@ def decision(function):
 
 @pytest.fixture
 def key_heads(monkeypatch):
-    """The number of key heads of each SDPA that the inner compiler "counting" gets to see."""
+    """Return the number of key heads of each SDPA that the inner compiler "counting" gets to see."""
     seen = []
 
     def counting(gm, inputs):

@@ -32,7 +32,7 @@ FLOAT_MAX = 3.40282346638528859811704183484516925440e38
 
 
 def statements(text: str) -> list[tuple[list[str], str, list[str], dict[str, str]]]:
-    """(outputs, operation, arguments, keyword arguments) of each statement of a fusion definition's text."""
+    """Return (outputs, operation, arguments, keyword arguments) of each statement of a fusion definition's text."""
     found = []
     for node in ast.parse(text).body[0].body:
         call = node.value
@@ -46,7 +46,7 @@ def statements(text: str) -> list[tuple[list[str], str, list[str], dict[str, str
 
 
 def run(text: str, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Executes the text of a fusion definition."""
+    """Execute the text of a fusion definition."""
     fusion = Fusion(inputs)
     scope = {"DataType": DataType, "FusionDefinition": Fusion}
     exec(text, scope)
@@ -55,7 +55,7 @@ def run(text: str, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 
 
 class Fusion:
-    """What the text calls `fd`: every operation happens at once."""
+    """The object that the text calls `fd`: it runs every operation at once."""
 
     def __init__(self, inputs: Sequence[torch.Tensor]) -> None:
         self.inputs, self.outputs, self.ops = iter(inputs), [], Ops()
@@ -107,13 +107,13 @@ class Swizzled:
 
 
 def swizzled_place(row: int, column: int, columns: int) -> int:
-    """Where the 128x4 swizzle keeps the scale of (row, column)."""
+    """Return the place where the 128x4 swizzle keeps the scale of (row, column)."""
     tile = (row // 128) * (columns // 4) + column // 4
     return tile * 512 + row % 32 * 16 + row % 128 // 32 * 4 + column % 4
 
 
 def round_to_e2m1(x: torch.Tensor) -> torch.Tensor:
-    """The nearest value, ties to the even code: a search of all of them."""
+    """Return the nearest value, ties to the even code, by a search of all values."""
     order = [0, 2, 4, 6, 1, 3, 5, 7]  # the even ones first, so that they win ties
     magnitudes = E2M1[order]
     nearest = (x.abs()[..., None] - magnitudes).abs().argmin(-1)
@@ -121,7 +121,7 @@ def round_to_e2m1(x: torch.Tensor) -> torch.Tensor:
 
 
 class Ops:
-    """What the text calls `fd.ops`: nvFuser's arguments, torch's arithmetic."""
+    """The object that the text calls `fd.ops`: nvFuser's arguments, torch's arithmetic."""
 
     def __getattr__(self, name):  # the operations that torch has under the same name
         def call(*args, dtype=None):
@@ -334,7 +334,7 @@ def _tensor_descriptor(shape, stride):
 
 
 def stand_in(version: str) -> types.ModuleType:
-    """A module in the place of `nvfuser_direct`: Thunder's fusion pass builds definitions with it."""
+    """Return a module in the place of `nvfuser_direct`: Thunder's fusion pass builds definitions with it."""
     module = types.ModuleType("nvfuser_direct", "records fusion definitions")
     module.version = lambda: version
     module.DataType, module.FusionDefinition = DataType, Recorder

@@ -49,7 +49,7 @@ def implementation():
 
 @pytest.fixture
 def fusions(implementation, monkeypatch):
-    """A GPU of capability 10.0 with nvFuser 0.2.36, and the text of every fusion that runs on it."""
+    """Simulate a GPU of capability 10.0 with nvFuser 0.2.36; return the text of every fusion that runs on it."""
     texts: list[str] = []
 
     def execute(self, args, **options):
@@ -64,7 +64,7 @@ def fusions(implementation, monkeypatch):
 
 
 def text_of(definition) -> str:
-    """The definition as text, with the output dtype of CUTLASS GEMMs, which nvFuser's own text leaves out."""
+    """Return the definition as text, with the output dtype of CUTLASS GEMMs, which nvFuser's own text leaves out."""
     text = repr(definition)
     if not REAL:
         return text
@@ -92,7 +92,7 @@ class OnCpu(TorchFunctionMode):
 
 
 def run_as_cuda(model, *inputs, executors, **options):
-    """Compiles a model for CUDA tensors and runs it on their CPU stand-ins: (output, compiled model)."""
+    """Compile a model for CUDA tensors and run it on their CPU stand-ins: (output, compiled model)."""
     for tensor in (*inputs, *model.parameters(), *model.buffers()):
         tensor._thunder_device = CUDA  # what Thunder takes for the tensor's device
     transforms = [PrunePrologueChecks(prune_all_checks=True)]  # they would see the CPU

@@ -1,4 +1,4 @@
-"""Thunder's CUDA graphs around a layer: what they hold, what a graph on a GPU computes, and what is refused.
+"""Tests Thunder's CUDA graphs around a layer: what they hold, what a graph on a GPU computes, what is refused.
 Called by pytest; judged by eager layers with dequantized weights. Without a GPU the regions run as they are.
 """
 
@@ -49,7 +49,7 @@ def decoded(layer):
 
 
 def graphs(compiled):
-    """(how many graphs the computation has, the other symbols that compute something)"""
+    """Return (the number of graphs in the computation, the other symbols that compute something)."""
     bsyms = thunder.last_traces(compiled)[-1].bound_symbols
     others = {bsym.sym.name for bsym in bsyms if not bsym.sym.is_fusion}
     return sum(bsym.sym.is_fusion for bsym in bsyms), others - {"unpack_trivial", "python_return", "python_del"}

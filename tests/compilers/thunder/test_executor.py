@@ -36,7 +36,7 @@ def symbols(compiled, traces=thunder.last_traces):
 
 
 def decoded(model):
-    """The same model with its expert weights rounded to NVFP4: what a rewritten one has to compute."""
+    """Return the model with its expert weights rounded to NVFP4: a rewritten model has to compute the same."""
     return dequantize_(quantize_(copy.deepcopy(model)))
 
 
@@ -73,7 +73,7 @@ def test_function_prologue_pruning_and_default_executors(moe, x):
 
 
 def gradients(model, x):
-    """The gradients through a compiled model, and what thunder.jit returned."""
+    """Return the gradients through a compiled model, and what thunder.jit returned."""
     x = x.detach().requires_grad_()
     compiled = jit(model)
     compiled(x).float().pow(2).mean().backward()
@@ -133,7 +133,7 @@ def test_a_weight_that_is_returned_too_stays_an_input(returned):
 @pytest.mark.parametrize("heads", [(4, 2), (3, 1), (2, 2)])
 @pytest.mark.filterwarnings("ignore::thunder_moe.RewriteWarning")
 def test_attention_whose_heads_share_keys(heads):
-    """`enable_gqa`, which models of transformers ask for in a prompt, and Thunder's own symbol does not take."""
+    """Models of transformers ask for `enable_gqa` in a prompt, and Thunder's own symbol does not take it."""
 
     def attention(query, key, value):
         return F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=0.3, enable_gqa=True)

@@ -55,7 +55,7 @@ class Experts(torch.nn.Module):
 
 
 def rounded(rows, amax=None):
-    """Rows after the round trip through NVFP4, by the emulator's arithmetic."""
+    """Return rows after the round trip through NVFP4, by the emulator's arithmetic."""
     encode = torch.tensor(2688.0) / (rows.float().abs().max() if amax is None else torch.tensor(amax))
     values, scale = Ops().nv_block_quantize(rows, encode)
     return values * scale.float().repeat_interleave(16, -1) / encode
@@ -71,7 +71,7 @@ def block(hidden=128, intermediate=128, experts=4, dtype=BF16):
 
 
 def expression(fusion, name) -> str:
-    """What a value of a fusion is made of, without numbers, casts and broadcasts: `sub(Int32, slice(pad(Int32)))`."""
+    """Return a fusion's value as an expression without numbers, casts, broadcasts: `sub(Int32, slice(pad(Int32)))`."""
     outputs, operation, arguments, keywords = next(line for line in fusion if name in line[0])
     if operation == "define_tensor":
         return keywords["dtype"].removeprefix("DataType.").removesuffix("_x2")
@@ -89,7 +89,7 @@ def expression(fusion, name) -> str:
 
 
 def gemms(texts):
-    """(fusion, arguments) of each CUTLASS GEMM."""
+    """Return (fusion, arguments) of each CUTLASS GEMM."""
     for text in texts:
         fusion = statements(text)
         for _, operation, arguments, _ in fusion:
@@ -98,7 +98,7 @@ def gemms(texts):
 
 
 def regions(compiled):
-    """The names of the symbols in every nvFuser region of the final trace, and the others."""
+    """Return the names of the symbols in every nvFuser region of the final trace, and the others."""
     bsyms = thunder.last_traces(compiled)[-1].bound_symbols
     fused = [[sub.sym.name for sub in bsym.subsymbols] for bsym in bsyms if bsym.sym.is_fusion]
     return fused, [bsym.sym.name for bsym in bsyms if not bsym.sym.is_fusion]
@@ -143,7 +143,7 @@ def test_llama4_is_one_region(fusions, executors, intermediate):
             starts,
             scale_starts,
         ]
-    # What both GEMMs need is made once: the rows' bounds by one cumsum beside that of the routing.
+    # Both GEMMs share their operands: one cumsum makes the rows' bounds, the other one is the routing's.
     assert first[6:8] == second[6:8]
     assert sum(operation == "cumsum" for _, operation, _, _ in fusion) == 2
     assert sum(operation == "nv_grouped_block_quantize" for _, operation, _, _ in fusion) == 2
@@ -296,7 +296,7 @@ def test_linears_quantized_beforehand(fusions, implementation, out_features):
 
 
 def test_blocks_quantized_beforehand(fusions, implementation):
-    """gate and up have a global scale each: ours; down_proj: nvFuser's."""
+    """gate and up have a global scale each and run our kernel; down_proj runs nvFuser's."""
     experts = block()
     model = Call(quantize_(torch.nn.ModuleList([copy.deepcopy(experts)]))[0])
     x, offsets = torch.randn(16, 128, dtype=BF16), EVEN.clone()
@@ -335,7 +335,7 @@ class Call(torch.nn.Module):
 
 
 def test_given_sizes_and_places_are_used(fusions, implementation):
-    """A call of the operator itself with what is derived otherwise."""
+    """A call of the operator itself may pass what is otherwise derived."""
     weight = quantize(torch.randn(4, 128, 128) / 11).to_layout(route.LAYOUT)
     offsets = EVEN.clone()
     sizes = torch.tensor([[4, 128, 128]] * 4, dtype=torch.int32)
@@ -369,7 +369,7 @@ def test_direct_bindings_alone_serve_thunder(implementation, monkeypatch):
 
 
 def decode(operands, n, parts=1) -> torch.Tensor:
-    """(E, N, K) in fp32 of operands in layout "swizzled_128x4", whose padding has to be zeros."""
+    """Return (E, N, K) in fp32 of operands in layout "swizzled_128x4", whose padding has to be zeros."""
     fp4_weight, scale, global_scale = operands
     assert fp4_weight.dtype == torch.float4_e2m1fn_x2
     qdata = fp4_weight.view(torch.uint8).transpose(1, 2)

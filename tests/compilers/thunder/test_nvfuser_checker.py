@@ -38,7 +38,7 @@ MANY = {
 
 
 def call_of(changes=None, count=5, device="cuda:0"):
-    """Proxies for the arguments of a call, some with another shape or dtype (None: as it was)."""
+    """Return proxies for the arguments of a call, some with another shape or dtype (None: unchanged)."""
     arguments = []
     for place, (shape, dtype) in enumerate([*TAKEN, *OPTIONAL][:count]):
         new_shape, new_dtype = (changes or {}).get(place, (None, None))

@@ -40,7 +40,7 @@ def moe():
 
 
 def regions(compiled):
-    """(the symbols in every nvFuser region, the names of the others)"""
+    """Return (the symbols in every nvFuser region, the names of the others)"""
     bsyms = thunder.last_traces(compiled)[-1].bound_symbols
     fused = [{sub.sym.name for sub in bsym.subsymbols} for bsym in bsyms if bsym.sym.is_fusion]
     return fused, {bsym.sym.name for bsym in bsyms if not bsym.sym.is_fusion}

@@ -43,7 +43,7 @@ def make_model(name, **options):
 @pytest.mark.parametrize(("name", "recipe"), [("llama4", "Hugging Face"), ("qwen3_moe", "default")])
 @pytest.mark.slow  # Thunder traces a whole model in ten seconds
 def test_whole_models_are_right(name, recipe):
-    """Against the model with dequantized weights, eager."""
+    """Models match the eager model with dequantized weights."""
     model = make_model(name, **FAMILIES[name])
     compiled = thunder.compile(model, **RECIPES[recipe](), plugins="nvfp4-moe")
     quantized = thunder_moe.quantize_(make_model(name))

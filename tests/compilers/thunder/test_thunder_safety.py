@@ -1,4 +1,5 @@
-"""What moe_executor must not change: programs that write to tensors, switch the grad mode, or train out of its sight.
+"""Tests that moe_executor does not change programs that write to tensors, switch the grad mode, or train out of its
+sight.
 Called by pytest; judged by the same program run eagerly, with weights that NVFP4 holds exactly.
 """
 
@@ -39,7 +40,7 @@ class Experts(nn.Module):
 
 
 def call(function, model, mode=torch.enable_grad):
-    """What a call of a function gives, changes, and lets require a gradient; the gradients."""
+    """Return what a call of a function returns, changes, and lets require a gradient; and the gradients."""
     model.zero_grad()
     leaf = torch.randn(8, 64, generator=torch.Generator().manual_seed(3)).to(BF16).requires_grad_()
     x, o = leaf.clone(), EVEN.clone()
@@ -53,7 +54,7 @@ def call(function, model, mode=torch.enable_grad):
 
 
 def same(compiled, model, reference, mode=torch.enable_grad):
-    """Whether a call of `compiled`, which runs `model`, does what one of the module `reference` does."""
+    """True if a call of `compiled`, which runs `model`, has the same effects as a call of `reference`."""
     (got, got_grads, got_required), (expected, expected_grads, required) = (
         call(compiled, model, mode),
         call(reference, reference, mode),
@@ -71,7 +72,7 @@ def decisions(compiled):
 
 
 def check(body, wanted, reason="", *, trainable=False, mode=torch.enable_grad):
-    """A program computes under Thunder what it computes eagerly, with these decisions on its GEMMs."""
+    """Check that a program computes under Thunder what it computes eagerly, with these decisions on its GEMMs."""
     model, reference = Experts(body, trainable), Experts(body, trainable)
     compiled = thunder.jit(model, executors=[moe_executor])
     for _ in range(2):  # the second call is a hit in the cache

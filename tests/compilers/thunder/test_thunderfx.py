@@ -58,7 +58,7 @@ class GroupedSwiGLU(nn.Module):
 
 
 class Layer(nn.Module):
-    """A layer as those tests have it: a shared expert, and routed ones on rows sorted by expert."""
+    """A layer like in Thunder's tests: a shared expert, and routed ones on rows sorted by expert."""
 
     def __init__(self):
         super().__init__()
@@ -88,12 +88,12 @@ def layer(kind, trainable=False):
 
 
 def tokens(number):
-    """Of which none has two best experts: top-k may choose either."""
+    """Return tokens without ties between experts: top-k may choose either of two equal ones."""
     return torch.randn(2, number, H, generator=torch.Generator().manual_seed(number)).to(BF16)
 
 
 def run(function, model, x):
-    """The output, and the gradients of the input and of the parameters where there are any."""
+    """Return the output, and the gradients of the input and of the parameters where there are any."""
     model.zero_grad()
     x = x.clone().requires_grad_(torch.is_grad_enabled())
     y = function(x)
@@ -308,7 +308,7 @@ def test_modes_of_inductor_are_refused():
 
 
 def test_offsets_that_change_behind_gemms():
-    """With Thunder's own executors, whose fusion would change them before."""
+    """Thunder's own executors would change them before, by their fusion."""
 
     class Model(nn.Module):
         def __init__(self):

@@ -17,7 +17,7 @@ transformers = pytest.importorskip("transformers")
 from thunder_moe import quantize_  # noqa: E402
 from thunder_moe.integrations.huggingface.checkpoint import load_checkpoint, save_checkpoint  # noqa: E402
 from thunder_moe.integrations.huggingface.sharding import AVAILABLE, cut_  # noqa: E402
-from thunder_moe.nn.packed import NVFP4Module  # noqa: E402
+from thunder_moe.nn.packed import PackedModule  # noqa: E402
 
 needs_sharding = pytest.mark.skipif(not AVAILABLE, reason="transformers < 5.23 cannot shard 4-bit experts")
 
@@ -38,7 +38,7 @@ def saved(tmp_path_factory):
             model = tiny_model(name)
             if change is not None:
                 change(model)
-            if not any(isinstance(module, NVFP4Module) for module in model.modules()):
+            if not any(isinstance(module, PackedModule) for module in model.modules()):
                 quantize_(model)
             save_checkpoint(model, path)
             known[name, change] = path, load_checkpoint(path, dtype=torch.float32)

@@ -15,11 +15,11 @@ from tiny_models import tiny_model, tokens  # noqa: E402
 
 from thunder_moe import load_checkpoint, quantize_, rewrite_report, save_checkpoint  # noqa: E402
 from thunder_moe.checkpoint import convert  # noqa: E402
-from thunder_moe.nn.packed import NVFP4Module  # noqa: E402
+from thunder_moe.nn.packed import PackedModule  # noqa: E402
 
 
 def formats(model):
-    return {module.format_name for module in model.modules() if isinstance(module, NVFP4Module)}
+    return {module.format_name for module in model.modules() if isinstance(module, PackedModule)}
 
 
 def test_both_formats_compile_and_report():

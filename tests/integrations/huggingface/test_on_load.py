@@ -21,7 +21,7 @@ from thunder_moe.formats.nvfp4 import dequantize  # noqa: E402
 from thunder_moe.integrations.huggingface import on_load, sharding  # noqa: E402
 from thunder_moe.integrations.huggingface.experts import NVFP4Experts  # noqa: E402
 from thunder_moe.nn.linear import NVFP4Linear, NVFP4LinearPart  # noqa: E402
-from thunder_moe.nn.packed import NVFP4Module  # noqa: E402
+from thunder_moe.nn.packed import PackedModule  # noqa: E402
 from thunder_moe.quantization import dense_linears  # noqa: E402
 from thunder_moe.quantization.plan import QuantizationPlan  # noqa: E402
 
@@ -77,7 +77,7 @@ def assert_same(one, other):
         assert torch.equal(bits(tensor), bits(second[name])), name
     for module, same in zip(one.modules(), other.modules(), strict=True):
         assert type(module) is type(same)
-        if isinstance(module, NVFP4Module):
+        if isinstance(module, PackedModule):
             assert module.weight_dtypes == same.weight_dtypes
             assert module.weights_require_grad == same.weights_require_grad
             assert (module.auto_layout, module.layout) == (same.auto_layout, same.layout)
@@ -286,7 +286,7 @@ def test_the_sizes_that_transformers_plans_with(saved, monkeypatch):
 
     monkeypatch.setattr(on_load.ThunderMoeQuantizer, "param_element_size", size)
     model = load((cls, path), ThunderMoeConfig(linears=ANY), device_map="auto", max_memory={"cpu": "1GB"})
-    packed = sum(b.nbytes for m in model.modules() if isinstance(m, NVFP4Module) for b in m.buffers())
+    packed = sum(b.nbytes for m in model.modules() if isinstance(m, PackedModule) for b in m.buffers())
     plain = sum(p.nbytes for p in model.parameters())
     assert 0.99 * (packed + plain) < sum(sizes.values()) < 1.01 * (packed + plain)
 
@@ -337,7 +337,7 @@ def test_a_layer_on_disk_is_laid_out_for_where_it_computes(tmp_path, tiles):
     here = type(model), tmp_path / "source"
     parts = dict.fromkeys(["model.embed_tokens", "model.norm", "model.rotary_emb", "lm_head", "model.layers.0"], "cpu")
     loaded = load(here, ThunderMoeConfig(), device_map={**parts, "model.layers.1": "disk"}, offload_folder=tmp_path)
-    assert {module.layout for module in loaded.modules() if isinstance(module, NVFP4Module)} == {"tiled_64x64"}
+    assert {module.layout for module in loaded.modules() if isinstance(module, PackedModule)} == {"tiled_64x64"}
     wanted = quantized(here)
     with torch.no_grad():
         assert torch.equal(loaded(tokens()).logits, wanted(tokens()).logits)
@@ -369,7 +369,7 @@ def test_in_inference_mode(saved):
     assert_same(loaded, model)
     with torch.inference_mode(False):
         assert not any(
-            tensor.is_inference() for m in loaded.modules() if isinstance(m, NVFP4Module) for tensor in m.buffers()
+            tensor.is_inference() for m in loaded.modules() if isinstance(m, PackedModule) for tensor in m.buffers()
         )
 
 

@@ -42,7 +42,7 @@ ROWS = {
     "several row tasks": (3, 400, 0, 5),
 }
 SHAPES = [(1, 16), (17, 48), (33, 128), (64, 272), (130, 2080), (20, 4240)]
-# All rows by one kernel, whatever this CPU would choose; one that it lacks is the slice kernel.
+# Limits that give all rows to one kernel; if this CPU lacks it, the slice kernel runs.
 KERNELS = {
     "dots": Limits(gemv=NEVER),
     "fma": Limits(gemv=NEVER, fma=True),
@@ -68,7 +68,7 @@ def weights(experts, n, k, per_column=False):
 
 
 def weights_in(format, experts, n, k, per_column=False):
-    """The weights and what they stand for; K of MXFP8 is rounded up to its blocks."""
+    """Return the weights and what they stand for; K of MXFP8 is rounded up to its blocks."""
     if format == "nvfp4":
         weight = weights(experts, n, k, per_column)
         return weight, decode(*weight.tensors())
@@ -439,7 +439,7 @@ def test_same_bits_for_any_number_of_threads_and_from_two_python_threads(dtype, 
 
 
 def test_fp16_is_multiplied_exactly_before_the_sum(kernel):
-    """Each fp16 is two bf16, none of whose bits is lost: one product per output."""
+    """Each fp16 is split into two bf16 without loss: one product per output."""
     bits = torch.arange(0, 65536, 16, dtype=torch.int32).add(5).to(torch.int16)  # all sizes, odd low bits
     x = bits.view(torch.float16)
     x = x[x.isfinite()]
@@ -693,7 +693,7 @@ def test_says_what_the_compiler_said(tmp_path):
 
 @pytest.fixture
 def compiled(tmp_path, monkeypatch):
-    """The libraries that were linked, one character each, by a process that has neither loaded nor cached any."""
+    """Return a log of linked libraries, one character each, in a process that has neither loaded nor cached any."""
     library, log = code_cache.read(host_code.key_of(cpu._parts())), tmp_path / "linked"
     if library is None:
         pytest.skip("there is no cache of compiled kernels")
@@ -793,7 +793,7 @@ with runpy.run_path(sys.argv[1])["one_process"](sys.argv[2], "compiles"):
 
 @pytest.mark.parametrize("end", ["kill", "fork"])
 def test_the_lock_of_a_process_that_was_killed_is_free(compiled, caplog, end):
-    """Also where a process that it forked lives on."""
+    """The lock is free even if a process that it forked lives on."""
     command = [sys.executable, "-c", HOLDER, code_cache.__file__, host_code.key_of(cpu._parts()), end]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as holder:
         child = holder.stdout.readline().strip()
@@ -835,7 +835,7 @@ def test_without_a_folder_for_the_cache_the_kernels_run(compiled, tmp_path, monk
 
 
 def test_a_cached_library_is_loaded_from_memory_or_a_temporary_file(compiled, tmp_path, monkeypatch):
-    """On a full disk there is no temporary file; there is no memory to run code from where the system forbids it."""
+    """A temporary file needs space on the disk, and memory to run code from needs the system's permission."""
 
     def forbidden(name):
         raise PermissionError(errno.EACCES, "memfd_create")

@@ -44,7 +44,7 @@ def test_the_sources_compile_for_every_instruction_set(instructions):
 
 @pytest.fixture(scope="module")
 def emulated(tmp_path_factory):
-    """The kernels with AMX in an emulator, which keeps to what the hardware does with subnormals."""
+    """Return the kernels with AMX in an emulator, which treats subnormals like the hardware."""
     if not {"avx512_fp16", "avx512_bf16"} <= cpu._cpu_flags():
         pytest.skip("tiles are decoded by AVX512-FP16, which this CPU lacks")
     library = tmp_path_factory.mktemp("emulated") / "tiles.so"

@@ -5,7 +5,7 @@ A configuration costs the emulator 0.6 s to build, so the fast tests share the f
 fast set has of each source of kernels:
 
 - the grouped GEMMs (split, staged, wgmma, tiled_mma, tiled_wgmma) and the cluster GEMM: the oracle with edge rows, the
-  smallest K and a K that is no multiple of a stage; SwiGLU; the whole routing table with the default configurations;
+  smallest K and a K that is not a multiple of a stage; SwiGLU; the whole routing table with the default configurations;
 - of each: reads beyond the operands, offsets and slots out of range, another number of blocks, orders of threads and
   late copies, more blocks than work; stream-K of many rows and of one row; rows that come late;
 - MXFP8: a linear and a tiled kernel of each kind of product, its extremes, both of its dequantizers;
@@ -29,7 +29,7 @@ from thunder_moe.ops import operator
 
 @pytest.fixture
 def hopper(emulated, monkeypatch):
-    """The emulated device has compute capability 9.0."""
+    """Give the emulated device compute capability 9.0."""
     emulate_device(monkeypatch, 3)
 
 
@@ -44,7 +44,7 @@ def chains(emulated, monkeypatch):
     for module in (select, operator):
         monkeypatch.setattr(module, "has_chains", lambda device: True)
     for described in operator.OPERATORS.values():
-        monkeypatch.setattr(described, "_recent", ())
+        monkeypatch.setattr(described, "_mru", ())
     unprepared, compute = [], operator.Operator._compute
 
     def counted(self, *args, **options):
@@ -57,14 +57,14 @@ def chains(emulated, monkeypatch):
 
 @pytest.fixture(params=["linear", "tiled_64x64"])
 def layout(request):
-    """Of weights; on a device whose kernels read it."""
+    """Return the layout of weights; the device's kernels read it."""
     request.getfixturevalue("emulated" if request.param == "linear" else "hopper")
     return request.param
 
 
 @pytest.fixture(params=["emulated", pytest.param("cuda", marks=pytest.mark.gpu)])
 def device(request):
-    """Where the kernels run: the CPU in the emulator, or a GPU."""
+    """Return the device that runs the kernels: the CPU in the emulator, or a GPU."""
     if request.param == "cuda":
         if not torch.cuda.is_available():
             pytest.skip("needs a CUDA device")

@@ -67,7 +67,7 @@ def emulate_device(monkeypatch, multiprocessors, capability=(9, 0)):
 
 
 def gemm_with_scratch(rows, weight, offsets, config, row_slot=None, activation=None, fill=0.0, **more):
-    """A GEMM by a chain that is given its scratch memory: the result, and that memory afterwards, by the kernel.
+    """Return the result of a GEMM's chain that is given its scratch memory, and that memory afterwards, by kernel.
 
     Args:
         rows: (M, K), or tokens with row_slot.

@@ -51,11 +51,11 @@ def driver(monkeypatch):
 
 
 def gather_chain(*, blocks=12, multiprocessors=None):
-    """Takes x (3, 4) and row_slot int32 (6,), returns what one kernel writes."""
+    """Run one kernel on x (3, 4) and row_slot int32 (6,), and return what it writes."""
     builder = ChainBuilder(CPU)
     x, slots = builder.operand((3, 4), torch.bfloat16), builder.operand((6,), torch.int32, align=1)
     out = builder.result((6, 4), torch.bfloat16)
-    fields = x, slots, out, slots.behind(20), 6, 4, 2
+    fields = x, slots, out, slots.plus(20), 6, 4, 2
     builder.launch((), "gather", 256, 1024, blocks, arguments.GatherArguments, fields, multiprocessors)
     return builder.build()
 
@@ -104,7 +104,7 @@ def test_fields_are_where_ctypes_lays_them_out(driver, monkeypatch, struct):
                 fields.append(TensorMap(x, number, 8, 64))
             elif of is ctypes.c_void_p:
                 setattr(filled, name, memory.data_ptr() + number)
-                fields.append(x.behind(number))
+                fields.append(x.plus(number))
             else:
                 setattr(filled, name, number)
                 fields.append(number)

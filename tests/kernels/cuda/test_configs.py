@@ -12,7 +12,7 @@ from thunder_moe.kernels.specs import GemmSpec, Target, WeightSpec
 
 
 def choose(rows, experts, features, k, swiglu=False, capability=(9, 0), layout="tiled_64x64"):
-    """The configuration for a shape on a device of 132 multiprocessors."""
+    """Return the configuration for a shape on a device of 132 multiprocessors."""
     n, target = features * (1 + swiglu), Target(torch.device("cuda", 0), 132, capability)
     activation = SWIGLU if swiglu else None
     return choose_config(
@@ -23,7 +23,7 @@ def choose(rows, experts, features, k, swiglu=False, capability=(9, 0), layout="
 @pytest.mark.parametrize("swiglu", [False, True])
 @pytest.mark.parametrize("layout", cuda_configs.LAYOUTS)
 def test_each_layout_was_measured(layout, swiglu):
-    """What benchmarks/suites/tune.py has measured of one layout does not drive out what it has of another."""
+    """Measurements of benchmarks/suites/tune.py for one layout do not replace measurements of another."""
     rows = [point.rows for point, _ in cuda_configs._measured((9, 0), swiglu, layout)]
     assert len(rows) >= 24
     assert min(rows) == 1
@@ -61,7 +61,8 @@ def test_configurations_fit_the_device(capability):
 
 
 def test_one_weight_alone_takes_clusters():
-    """Groups do not, not even a single row, which is one group's; nor a K that its warpgroups cannot share."""
+    """Groups do not take clusters, not even a single row of one group, nor does a K that the warpgroups cannot
+    share."""
     for rows in (1, 8, 64, 96, 128, 256):
         config = choose(rows, 1, 5120, 2048)
         assert config.kernel == "tiled_cluster"
@@ -69,7 +70,7 @@ def test_one_weight_alone_takes_clusters():
         assert choose(rows, 1, 5120, 64).serves(1, 64)
         assert choose(rows, 128, 5120, 2048).kernel != "tiled_cluster"
         assert choose(rows, 1, 5120, 2048, swiglu=True).kernel != "tiled_cluster"
-    # 600 rows would be 160 clusters of the configuration that was the fastest at 512, of which 132 run at once.
+    # 600 rows would be 160 clusters of the fastest configuration at 512 rows; only 132 run at once.
     assert choose(512, 1, 5120, 2048).kernel == "tiled_cluster"
     assert choose(600, 1, 5120, 2048).kernel == "tiled_wgmma"
     assert not any(config.kernel == "tiled_cluster" for config in candidates(Point(1, 1.0, 5120, 2048), False, (9, 0)))

@@ -1,5 +1,5 @@
 """The CUDA backend beside its GEMMs: routing, whole layers, gradients, dequantization; run by the emulator.
-Called by pytest; emulated launches replace those of kernels/cuda/launch.py, all else is the backend's own code.
+Called by pytest; emulated launches replace kernels/cuda/launch.py, all else is the backend's own code.
 """
 
 import re

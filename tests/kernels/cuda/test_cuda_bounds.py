@@ -46,7 +46,7 @@ def make(n, k, layout):
 
 
 def in_order(ends, rows):
-    """Row ends that never decrease nor pass the rows."""
+    """Return row ends that never decrease nor pass the rows."""
     return list(itertools.accumulate((min(max(end, 0), rows) for end in ends), max))
 
 

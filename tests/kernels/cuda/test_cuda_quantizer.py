@@ -22,7 +22,7 @@ def same(got, expected):
 
 
 def awkward(dtype, shape=(3, 64, 128)):
-    """Weights of many magnitudes: zeros, signed zeros, subnormals, ties of the rounding, an expert of zeros."""
+    """Return weights of many magnitudes: zeros, signed zeros, subnormals, ties of the rounding, an expert of zeros."""
     torch.manual_seed(0)
     weight = torch.randn(shape) * torch.exp2(torch.randint(-24, 4, (*shape[:2], shape[2] // 16, 1)).float()).expand(
         *shape[:2], shape[2] // 16, 16

@@ -53,7 +53,8 @@ def test_16_bit_logits(emulated, dtype, scores_dtype):
 
 @pytest.mark.parametrize("tokens", others_slow([2, 9, 16, 17, 40, 300], [9]))
 def test_every_plan_sorts_stably(emulated, tokens, monkeypatch):
-    """Few experts, so that warps and blocks share them; blocks of few tokens, so that there are many."""
+    """There are few experts, so that warps and blocks share them, and few tokens per block, so that there are many
+    blocks."""
     monkeypatch.setattr(routers, "_BLOCKS", ((2**31, 5),))
     monkeypatch.setattr(routers, "_CHOOSE", ((200, 512), (2**31, 1024)))
     logits, _, _ = make_router("mixtral", tokens)

@@ -17,7 +17,7 @@ FORMS = [SwiGLUConfig(), SwiGLUConfig(alpha=1.702, limit=1.5, up_shift=1.0)]
 
 
 def error(got, expected):
-    """Relative Frobenius error."""
+    """Return the relative Frobenius error."""
     got, expected = got.double().cpu(), expected.double().cpu()
     assert got.shape == expected.shape
     return float((got - expected).norm() / expected.norm().clamp_min(1e-30))
@@ -249,7 +249,7 @@ LINEARS = [  # dtype, N, K, rows of each expert, rows of a tile
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize(("kernel", "dtype", "n", "k", "splits", "tile"), LINEARS)
 def test_linear(device, monkeypatch, kernel, dtype, n, k, splits, tile, transposed):
-    """Zeros past the end, or what was there, whatever rows and the next expert's weight hold."""
+    """Rows past the end are zeros, or keep a buffer's values, for any contents of rows and the next expert's weight."""
     monkeypatch.setattr(linear, "MAX_EXPERTS", 2 if len(splits) == 3 else 1024)  # in two parts
     skip_without(device, kernel)
     torch.manual_seed(0)
@@ -319,7 +319,7 @@ def test_gemms(device, monkeypatch, capability, dtype, n, k):
 
 
 def test_sums_of_rows(device):
-    """Of rows at any address; those of float32 in plain torch."""
+    """Sums of rows at any address are right; float32 sums run in plain torch."""
     offsets, slot_row = (torch.tensor(each, dtype=torch.int32, device=device) for each in ([2, 6], [[0, 5], [-1, 2]]))
     for dtype, tolerance in TOLERANCE.items():
         rows = torch.randn(6 * 40 + 1, device=device).to(dtype)[1:].view(6, 40)
@@ -350,7 +350,7 @@ def test_operands_that_do_not_fit_are_refused(emulated):
 
 @pytest.mark.slow
 def test_results_at_odd_addresses(emulated, monkeypatch):
-    """The fast kernel, and rows past the end stay as they were; of main_grad a warning says what is slow."""
+    """The fast kernel runs, and does not write rows past the end; a warning says why an odd main_grad is slow."""
     torch.manual_seed(0)
     monkeypatch.setattr(slow_paths, "_warned", set())
     kernels, kernel_for = [], linear.kernel_for

@@ -1,5 +1,5 @@
 """CUDA GEMMs of one weight without offsets, run by the emulator and judged by tests/oracle.py.
-Called by pytest; emulated launches replace those of kernels/cuda/launch.py, all else is the backend's own code.
+Called by pytest; emulated launches replace kernels/cuda/launch.py, all else is the backend's own code.
 """
 
 import functools
@@ -52,7 +52,8 @@ SHARED = {
 
 @pytest.mark.parametrize(("name", "rows"), others_slow(pairwise(list(SHARED), [5, 33, 64, 75]), ["tiled wgmma"]))
 def test_few_tiles_are_shared_by_blocks(emulated, hopper, name, rows):
-    """Also where a tile's last rows take fewer tokens than its first, and other tiles have other numbers of them."""
+    """It holds also if a tile's last rows take fewer tokens than its first, and if tiles differ in the number of
+    tokens."""
     weight, exact = make(1, 64, 1024)
     x = torch.randn(rows, 1024, dtype=torch.bfloat16)
     out = cuda.mm(x, weight.to_layout("tiled_64x64"), config=SHARED[name])
@@ -82,7 +83,7 @@ def test_a_cluster_shares_a_tile(emulated, hopper, name, rows):
 
 @pytest.mark.parametrize("order", others_slow([1, 3], [3]))
 def test_a_cluster_whose_ring_goes_round(emulated, hopper, adversary, monkeypatch, order):
-    """Longer than its stages, with rows that come late, and a K that does not divide evenly among the blocks."""
+    """K is longer than the stages and does not divide evenly among the blocks, and rows come late."""
     config = GemmConfig("tiled_cluster", 2, 1, 4, 1, 8, splits=2)
     weight, exact = make(1, 320, 3584)
     assert config.stages < 3584 // 512 // 2

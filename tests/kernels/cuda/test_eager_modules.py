@@ -33,7 +33,7 @@ def by_functions(model, *args, **options):
 
 
 def make_block():
-    """A Qwen3-MoE block whose chains are prepared, and its input."""
+    """Return a Qwen3-MoE block whose chains are prepared, and its input."""
     from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
 
     block = Qwen3MoeSparseMoeBlock(tiny_config("qwen3_moe")).to(BF16)
@@ -79,7 +79,7 @@ def test_models(request, chains, name, layout):
 
 @torch.no_grad()
 def test_routers_of_one_token_are_one_kernel(chains, monkeypatch):
-    """Where `is_one_operator` says so, which asks for CUDA: the logits are float32 sums, rounded once."""
+    """Routers run one kernel if `is_one_operator` (which asks for CUDA): logits are float32 sums, rounded once."""
     monkeypatch.setattr(routers_module, "is_one_operator", lambda hidden, weight: hidden.dtype == weight.dtype)
     linear_layers, plain = [], torch.nn.functional.linear
     monkeypatch.setattr(routers_module.F, "linear", lambda *args: linear_layers.append(1) or plain(*args))
@@ -121,7 +121,7 @@ def test_routers_equal_their_operators(chains, monkeypatch, name, one_kernel):
 
 @torch.no_grad()
 def test_operands_of_other_kinds(chains):
-    """Those that have to be checked or converted are left to the operator."""
+    """Operands that have to be checked or converted are left to the operator."""
     experts = make_block()[0].experts
     x, ids, scores = torch.randn(5, 64, dtype=BF16), torch.randint(0, 4, (5, 2)), torch.rand(5, 2)
     kinds = [(x, ids, scores), (x.float(), ids, scores), (x, ids.int(), scores)]
@@ -134,7 +134,7 @@ def test_operands_of_other_kinds(chains):
 
 
 def shift(tensor):
-    """A copy at an address that is no multiple of 16."""
+    """Return a copy at an address that is not a multiple of 16."""
     return torch.cat([tensor.flatten()[:1], tensor.flatten()])[1:].view(tensor.shape)
 
 
@@ -258,7 +258,7 @@ def test_modes(chains):
 
 
 def stack_of(*sizes):
-    """A stack in layout "linear" of a module that calls its parts, the module, and an input."""
+    """Return a stack in layout "linear" of a module that calls its parts, the module, and an input."""
 
     class Parent(nn.ModuleList):
         def forward(self, x):

@@ -12,7 +12,7 @@ pytestmark = pytest.mark.skipif(build.compiler() is None, reason="no C++ compile
 
 @pytest.fixture
 def compiled(tmp_path, monkeypatch):
-    """What is compiled, in an empty cache and by what passes for a new process."""
+    """Return what an apparently new process compiles, with an empty cache."""
     calls, compile_program = [], build._compile
     monkeypatch.setattr(build, "_compile", lambda *arguments: calls.append(arguments) or compile_program(*arguments))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))

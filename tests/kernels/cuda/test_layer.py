@@ -1,5 +1,5 @@
-"""The chain of kernels of a whole layer: equal to its parts, and what overlapping kernels read before they wait.
-Called by pytest; emulated launches replace those of kernels/cuda/launch.py, all else is the backend's own code.
+"""Tests the chain of kernels of a layer: equal to its parts, and what overlapping kernels read before they wait.
+Called by pytest; emulated launches replace kernels/cuda/launch.py, all else is the backend's own code.
 
 The emulator hides the result of the kernel before (NaNs) until a thread of a block waits for it, block by block, for
 kernels that are told to read early; and it aborts when a block ends without having waited.
@@ -66,7 +66,7 @@ def test_combine_of_any_number_of_slots(hopper, top_k, dtype):
 
 
 def test_numbers_of_an_activation_may_be_integers(emulated):
-    """As configs write them; their chain is the one of equal floats."""
+    """Configs may have integers; they share the chain of equal floats."""
     operands = make_layer(3, 64, 64, "linear")
     forms = SwiGLUConfig(2.0, 7.0, 1.0), SwiGLUConfig(2, 7, 1)
     expected, out = (cuda.moe_experts(ExpertsCall(*operands, form=form)) for form in forms)
@@ -91,7 +91,8 @@ def test_a_result_is_written_into_nothing_of_another_kind(emulated):
 
 @pytest.mark.parametrize("name", others_slow(TILED_CONFIGS, FAST))
 def test_rows_that_come_late(hopper, adversary, monkeypatch, name):
-    """Every kernel of tiled weights behind another GEMM: more tiles than blocks, and blocks without any."""
+    """Every kernel of tiled weights runs behind another GEMM, with more tiles than blocks, and with blocks without
+    tiles."""
     monkeypatch.setattr(adversary, "late_copies", 0)  # late ones would read what is there by then
     first = next(iter(TILED_SWIGLU_CONFIGS.values()))
     args = make_layer(21, 64, 320, TILED)

@@ -1,5 +1,5 @@
 """CUDA GEMMs of weights in layout "linear", run by the emulator and judged by tests/oracle.py.
-Called by pytest; emulated launches replace those of kernels/cuda/launch.py, all else is the backend's own code.
+Called by pytest; emulated launches replace kernels/cuda/launch.py, all else is the backend's own code.
 """
 
 import pytest

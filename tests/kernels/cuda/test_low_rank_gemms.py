@@ -1,4 +1,4 @@
-"""CUDA GEMMs of 4-bit weights with those of a LoRA adapter, run by the emulator on a CPU, and on a GPU.
+"""Tests CUDA GEMMs of 4-bit weights fused with a LoRA adapter's, by the emulator on a CPU, and on a GPU.
 Called by pytest, with -m gpu on a GPU; judged by float64 products.
 """
 
@@ -22,7 +22,7 @@ WGMMA = {name: config for name, config in TILED_CONFIGS.items() if config.kernel
 
 @pytest.fixture
 def device(request, device):
-    """Of compute capability 9.0."""
+    """Return a device of compute capability 9.0."""
     if device == "cpu":
         request.getfixturevalue("hopper")
     elif torch.cuda.get_device_capability() != (9, 0):
@@ -31,7 +31,7 @@ def device(request, device):
 
 
 def operands(device, dtype, n, k, rank, *, transposed=False, ends=ENDS):
-    """A 4-bit weight in tiles and its values; rows, their product with A, and B. The rows past the end are NaN.
+    """Return a 4-bit weight in tiles and its values; rows, their product with A, and B. The rows past the end are NaN.
 
     transposed: a gradient, its product with B, and A in place of the last three.
     """
@@ -48,7 +48,7 @@ def operands(device, dtype, n, k, rank, *, transposed=False, ends=ENDS):
 
 
 def expected(x, exact, inner, b, *, ends=ENDS):
-    """float64, of the rows that experts have."""
+    """Return the float64 result of the rows that experts have."""
     parts = []
     for expert, (begin, end) in enumerate(zip((0, *ends), ends, strict=False)):
         part = x[begin:end].double() @ exact[expert].double().T
@@ -100,7 +100,7 @@ def test_gradient_of_the_rows(device, layout, n, k, rank):
     ),
 )
 def test_gradient_of_many_rows(device, monkeypatch, kernel, dtype, rank, per_row):
-    """More stages than a block has room for, tiles of all widths; two columns of them, the last half full."""
+    """There are more stages than a block has room for, and tiles of all widths in two columns, the last half full."""
     ends, n, k = (50, 50, 150, 580), 128, 192
     weight, exact, grad, outer, a = operands(device, dtype, n, k, rank, transposed=True, ends=ends)
     if per_row:
@@ -125,7 +125,7 @@ def test_gradient_of_many_rows(device, monkeypatch, kernel, dtype, rank, per_row
 
 @pytest.mark.parametrize("rank", others_slow([12, 16, 72], [16]))
 def test_where_no_kernel_does_both(device, monkeypatch, rank):
-    """Other ranks, few rows, other layouts: the GEMM, and the adapter's product added to it."""
+    """For other ranks, few rows and other layouts the GEMM runs, and the adapter's product is added to it."""
     dtype = torch.bfloat16
     weight, exact, x, inner, b = operands(device, dtype, 64, 64, rank)
     offsets = torch.tensor(ENDS, dtype=torch.int32, device=device)
@@ -166,7 +166,7 @@ def test_sums_leave_registers_for_the_adapter(emulated, hopper, monkeypatch, of_
 @pytest.mark.parametrize(("dtype", "rank", "k"), [(torch.bfloat16, 16, 200), (torch.float16, 40, 72)])
 @pytest.mark.covering(1)
 def test_gather(device, dtype, rank, k, transposed):
-    """Rows of two tiles of an expert; ids that are not trusted."""
+    """An expert has rows of two tiles, and ids are not trusted."""
     torch.manual_seed(0)
     ends = torch.tensor([0, 5, 5, 145, 146], dtype=torch.int32)
     tokens, slots = torch.randn(74, k).to(dtype), torch.randperm(148).int()
@@ -186,7 +186,7 @@ def test_gather(device, dtype, rank, k, transposed):
 
 @pytest.mark.slow
 def test_gather_of_a_high_rank_with_little_shared_memory(emulated):
-    """Three stages in place of four, on another device than SM90."""
+    """Other devices than SM90 run three stages instead of four."""
     torch.manual_seed(0)
     ends, slots = torch.tensor([130, 140], dtype=torch.int32), torch.randperm(140)
     tokens, matrix = torch.randn(70, 328).bfloat16(), torch.randn(2, 64, 328).bfloat16()
@@ -199,7 +199,7 @@ def test_gather_of_a_high_rank_with_little_shared_memory(emulated):
 
 @pytest.mark.parametrize("rank", others_slow([8, 16], [8]))
 def test_reads_nothing_beyond_its_operands(emulated, hopper, monkeypatch, rank):
-    """What lies beyond is memory that faults."""
+    """Memory beyond the operands faults."""
     dtype, offsets = torch.bfloat16, guarded(torch.tensor(ENDS, dtype=torch.int32))
     weight, exact, x, inner, b = operands("cpu", dtype, 192, 320, rank)
     x, inner, b = (guarded(each) for each in (x[: ENDS[-1]].clone(), inner[: ENDS[-1]].clone(), b))

@@ -1,5 +1,5 @@
 """CUDA GEMMs of MXFP8 weights in both layouts, run by the emulator and judged by tests/oracle.py.
-Called by pytest; emulated launches replace those of kernels/cuda/launch.py, all else is the backend's own code.
+Called by pytest; emulated launches replace kernels/cuda/launch.py, all else is the backend's own code.
 
 The kernels are NVFP4's but for the decoding, so one configuration of each kernel is enough here.
 """
@@ -11,11 +11,12 @@ from emulator.guarded_memory import guarded
 from fast_cases import others_slow
 from oracle import KERNEL_TOLERANCE, dequantize_mxfp8, grouped_mm, moe_experts, relative_error
 
+import thunder_moe.ops.experts  # noqa: F401  registers the operators of a layer
 from thunder_moe.activations import SwiGLUConfig
 from thunder_moe.formats.mxfp8 import dequantize, quantize
 from thunder_moe.formats.weight import MXFP8Weight
 from thunder_moe.kernels.cuda import backend as cuda
-from thunder_moe.kernels.cuda import many_rows, operators
+from thunder_moe.kernels.cuda import operators, prefill
 from thunder_moe.kernels.cuda.configs import GemmConfig
 from thunder_moe.kernels.experts import ExpertsCall
 from thunder_moe.ops.grouped_mm import operands
@@ -41,7 +42,7 @@ def decoded(weight):
 
 
 def make(n, k, exponents=(-60, 30)):
-    """Weights of magnitudes that differ by experts, with the extremes of E4M3 in places that count."""
+    """Return weights of magnitudes that differ by experts, with the extremes of E4M3 in places that count."""
     weight = quantize(torch.randn(4, n, k) * 2.0 ** torch.linspace(*exponents, 4)[:, None, None])
     codes = weight.qdata.view(torch.uint8)
     codes[:, 0, :10] = torch.tensor([0, 1, 7, 8, 0x7E, 0x80, 0x81, 0x87, 0x88, 0xFE], dtype=torch.uint8)
@@ -49,7 +50,7 @@ def make(n, k, exponents=(-60, 30)):
 
 
 def errors(out, expected):
-    """Of each expert's rows alone: their magnitudes differ."""
+    """Return the errors of each expert's rows alone: their magnitudes differ."""
     starts = (0, *OFFSETS[:-1])
     return [relative_error(out[a:b], expected[a:b]) for a, b in zip(starts, OFFSETS, strict=True) if b > a]
 
@@ -75,7 +76,7 @@ def test_tiled(emulated, hopper, name):
 
 @pytest.mark.parametrize("name", others_slow(["split", "tiled mma"], ["split"]))
 def test_fp16(emulated, hopper, name):
-    """Weights from where float16 is subnormal to its largest numbers; scales beyond are Inf or NaN, not numbers."""
+    """Weights range from float16's subnormals to its largest numbers; scales beyond are Inf or NaN, not numbers."""
     layout = "tiled_64x64" if name in TILED else "linear"
     weight, exact = make(64, 128, (-12, 5))
     offsets, rows = torch.tensor(OFFSETS, dtype=torch.int32), torch.randn(42, 128, dtype=torch.float16) * 2.0**-6
@@ -140,28 +141,28 @@ def test_gradient_of_the_rows(emulated, layout):
 @pytest.mark.parametrize(
     ("shape", "rows", "format", "wanted"),
     [
-        ((4, 128, 192), 4 * 128 + 1, "mxfp8", many_rows.IN_TILES),
+        ((4, 128, 192), 4 * 128 + 1, "mxfp8", prefill.RETILE_FIRST),
         ((4, 128, 192), 4 * 128, "mxfp8", None),
         ((4, 128, 192), 4 * 256, "nvfp4", None),
-        ((4, 128, 192), 4 * 256 + 1, "nvfp4", many_rows.IN_TILES),
-        ((4, 128, 96), 1000, "mxfp8", many_rows.IN_16_BITS),
-        ((4, 96, 128), 1000, "mxfp8", many_rows.IN_16_BITS),
+        ((4, 128, 192), 4 * 256 + 1, "nvfp4", prefill.RETILE_FIRST),
+        ((4, 128, 96), 1000, "mxfp8", prefill.DEQUANTIZE_FIRST),
+        ((4, 96, 128), 1000, "mxfp8", prefill.DEQUANTIZE_FIRST),
         ((4, 100, 128), 1000, "mxfp8", None),
         ((1, 96, 128), 1000, "mxfp8", None),
         ((1, 128, 128), 256, "mxfp8", None),
-        ((1, 128, 128), 257, "mxfp8", many_rows.IN_TILES),
+        ((1, 128, 128), 257, "mxfp8", prefill.RETILE_FIRST),
         ((1, 128, 128), 2048, "nvfp4", None),
-        ((1, 128, 128), 2049, "nvfp4", many_rows.IN_TILES),
+        ((1, 128, 128), 2049, "nvfp4", prefill.RETILE_FIRST),
     ],
 )
 def test_how_many_rows_are_multiplied(shape, rows, format, wanted):
-    assert many_rows.way("linear", shape, format, rows, (9, 0)) == wanted
-    assert many_rows.way("tiled_64x64", shape, format, rows, (9, 0)) is None
-    assert many_rows.way("linear", shape, format, rows, (8, 0)) is None
+    assert prefill.strategy("linear", shape, format, rows, (9, 0)) == wanted
+    assert prefill.strategy("tiled_64x64", shape, format, rows, (9, 0)) is None
+    assert prefill.strategy("linear", shape, format, rows, (8, 0)) is None
 
 
 def test_many_rows_of_linear_weights_go_by_tiles(emulated, hopper, monkeypatch):
-    monkeypatch.setattr(many_rows, "_MOST_ROWS", {"mxfp8": 10})
+    monkeypatch.setattr(prefill, "_MOST_ROWS", {"mxfp8": 10})
     weight, exact = make(64, 128)
     offsets, rows = torch.tensor(OFFSETS, dtype=torch.int32), torch.randn(42, 128, dtype=torch.bfloat16)
     seen, run = [], operators.run
@@ -179,7 +180,7 @@ def test_many_rows_of_linear_weights_go_by_tiles(emulated, hopper, monkeypatch):
 
 
 def test_many_rows_of_odd_weights_go_in_16_bits(emulated, hopper, monkeypatch):
-    monkeypatch.setattr(many_rows, "_MOST_ROWS", {"mxfp8": 10})
+    monkeypatch.setattr(prefill, "_MOST_ROWS", {"mxfp8": 10})
     monkeypatch.setattr(operators, "plan_gemm", None)
     torch.manual_seed(0)
     gate_up, down = quantize(torch.randn(4, 64, 96) / 10), quantize(torch.randn(4, 96, 32) / 6)

@@ -139,7 +139,7 @@ def kept(monkeypatch):
 
 
 def compile_all(kernels):
-    """Compiles {(sources, expression, capability, argument)} side by side and checks what comes of it."""
+    """Compile {(sources, expression, capability, argument)} side by side and check the results."""
     kernels = sorted(kernels, key=str)
     with ThreadPoolExecutor(min(4, len(os.sched_getaffinity(0)))) as pool:  # a host may have hundreds
         compiled = list(pool.map(lambda each: nvrtc.compile_files(*each), kernels))
@@ -156,7 +156,7 @@ def gemm(config, dtype, swiglu, k, scaled, capability):
 @pytest.mark.slow  # 50 s on one core, when nothing is cached
 @pytest.mark.parametrize("kernel", ["split", "wgmma", "tiled_mma", "tiled_wgmma", "tiled_cluster"])
 def test_measured_configurations_compile(kept, kernel):
-    """Of those of NVFP4 so many that each two numbers of a kernel's template meet wherever they do in all."""
+    """Compile enough of NVFP4's configurations to cover each pair of a kernel's template arguments."""
     found = {
         gemm(config, torch.bfloat16, swiglu, point.k, False, (9, 0))
         for swiglu in (False, True)
@@ -181,7 +181,8 @@ BY_RULE = [(*size, capability) for capability in CAPABILITIES for size in SIZES[
 
 @pytest.mark.parametrize(("rows", "swiglu", "k", "capability"), [(12, False, 2112, (9, 0)), *others_slow(BY_RULE, ())])
 def test_configurations_by_rule_compile(kept, rows, swiglu, k, capability):
-    """Both dtypes, K that is a multiple of a chunk or stage and K that is none, with and without a scale of rows."""
+    """They compile for both dtypes, K that is and is not a multiple of a chunk or stage, with and without a scale of
+    rows."""
     found, point = set(), Point(1, rows, 768, k)
     configs = [cuda_configs._by_rule(point, swiglu, 132, capability)]
     if capability == (9, 0):
@@ -241,7 +242,7 @@ def test_every_kernel_and_struct_is_compiled_above():
 
 
 def static_shared_bytes(cubin, name):
-    """Of a kernel: the size of a section of the ELF file."""
+    """Return the size of a kernel's section of static shared memory in the ELF file."""
     table, size, count, names = struct.unpack_from("<Q10xHHH", cubin, 40)
     headers = [struct.unpack_from("<II4Q", cubin, table + size * i) for i in range(count)]  # name, .., place, size
     start = headers[names][4]
@@ -251,7 +252,7 @@ def static_shared_bytes(cubin, name):
 
 @pytest.mark.parametrize("rank", [40, 64])
 def test_kernels_of_adapters_fit_shared_memory(kept, monkeypatch, rank):
-    """Of Ada and consumer Blackwell, the least that there is: 99 KiB, static shared memory included."""
+    """Ada and consumer Blackwell have the least: 99 KiB, static shared memory included."""
     seen = []
     emulate_device(monkeypatch, 100, (8, 6))
     for module in (low_rank, wgrad):

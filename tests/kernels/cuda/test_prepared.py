@@ -52,7 +52,7 @@ CASES = (
 
 
 def make_call(case, format, layout):
-    """(operator, arguments, options, how many rows of the result are defined)."""
+    """Return (operator, arguments, options, how many rows of the result are defined)."""
     gate_up, down = weights(layout, format)
     ids, scores, x = torch.randint(-1, E + 1, (T, A)), torch.rand(T, A), torch.randn(T, H, dtype=BF16)
     row_slot, offsets, slot_row = cuda.route(ids, E)
@@ -127,7 +127,7 @@ def test_routing(tokens, biased):
 
 
 def shift(tensor):
-    """A copy at an address that is no multiple of 16."""
+    """Return a copy at an address that is not a multiple of 16."""
     flat = tensor.contiguous().flatten()
     shifted = torch.cat([flat[:1], flat])[1:].view(tensor.shape)
     assert shifted.data_ptr() % 16

@@ -1,5 +1,5 @@
 """Barriers and waits of the CUDA GEMMs, against every order of threads and every delay that hardware may choose.
-Called by pytest; emulated launches replace those of kernels/cuda/launch.py, all else is the backend's own code.
+Called by pytest; emulated launches replace kernels/cuda/launch.py, all else is the backend's own code.
 """
 
 import pytest

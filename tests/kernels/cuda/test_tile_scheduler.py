@@ -1,5 +1,5 @@
 """Tile schedulers: any number of blocks, stream-K, counters and semaphores that are zero afterwards.
-Called by pytest; emulated launches replace those of kernels/cuda/launch.py, all else is the backend's own code.
+Called by pytest; emulated launches replace kernels/cuda/launch.py, all else is the backend's own code.
 """
 
 import pytest
@@ -48,7 +48,7 @@ def test_result_does_not_depend_on_the_number_of_blocks(emulated, hopper, monkey
     ],
 )
 def test_blocks_share_tiles(emulated, hopper, monkeypatch, config, tiles, stages, shared):
-    """Few tiles, or those of the last round and one more, where it would leave blocks without work."""
+    """Blocks share tiles if there are few, and the last round's and one more if it leaves blocks without work."""
     k, blocks = stages * 64 * config.warps_k * config.depth, 7
     k -= 64 * (config.warps_k > 1)  # the last is not full
     weight, exact = make(1, tiles * config.tile_features(swiglu=False), k)

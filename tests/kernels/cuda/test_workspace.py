@@ -14,7 +14,7 @@ CPU = torch.device("cpu")
 
 @pytest.fixture
 def now(monkeypatch):
-    """What the thread runs on: a stream, and the number of the capture that it takes part in, 0 for none."""
+    """Return what the thread runs on: a stream, and the number of its capture, 0 for none."""
     now = SimpleNamespace(cuda_stream=1, capture=0)
     monkeypatch.setattr(launch, "current_stream", lambda device: now.cuda_stream)
     monkeypatch.setattr(launch, "capture_of", lambda stream: now.capture)

@@ -6,7 +6,7 @@ Called by rewrite.py; calls sites.py, and safety.py for the operations between t
     y = bmm(silu(gate) * up, down), [gate | up] = bmm(rows, gate_up)       and stay 0: no bias, and silu(0) * 0 = 0,
     y.view(E, T, H).sum(0)                                                 and add nothing here.
 
-What the router chose is all that counts: A rows of each token instead of E.
+So A rows of each token are enough, instead of E: the rows of the experts that the router chose.
 Legend: T tokens, A = top_k, E experts, H hidden_size.
 """
 
@@ -33,20 +33,20 @@ from thunder_moe.compilers.dynamo.scopes import Scope
 from thunder_moe.compilers.dynamo.sites import Site, Weights, find_swiglu, site_of
 from thunder_moe.compilers.spellings import MismatchError, require
 
-__all__ = ["DenseExperts", "Routing", "find_dense_experts"]
+__all__ = ["AllExpertsBmm", "Routing", "find_all_experts_bmm"]
 
 _DENSE = "a batched product over all experts"
 
 
 @dataclass(frozen=True, eq=False)
 class Routing:
-    """The nodes of a router and of the gather and sum around its experts, from which routed GEMMs take their operands.
+    """The nodes of a router, and of the gather and sum around its experts; routed GEMMs take their operands from them.
 
     Attributes:
         repeated: ``tokens.repeat(E, 1)``.
-        scatter: what scatters the router's values to the experts that it chose.
-        scores: the nodes that make the values the rows' factors, in order: casts and a sigmoid.
-        rows: ``repeated * scores``, before which all of the above are there.
+        scatter: the node that scatters the router's values to the experts that it chose.
+        scores: the nodes that turn these values into factors of the rows, in order: casts and a sigmoid.
+        rows: ``repeated * scores``; all nodes above come before it.
         total: (T, H), the sum over the experts.
     """
 
@@ -58,17 +58,16 @@ class Routing:
 
     @property
     def operands(self) -> tuple[Any, Any, Any]:
-        """Return tokens (T, H), indices (T, A) and values (T, A) as they are now: another rewrite may have replaced
-        them."""
+        """Return the current nodes of tokens (T, H), indices (T, A) and values (T, A), which a rewrite may replace."""
         scattered = given(self.scatter)
         return given(self.repeated)["input"], scattered["index"], scattered["value"]
 
 
 @dataclass(frozen=True, eq=False)
-class DenseExperts:
-    """The batched GEMMs of gate_up and down; or one batched GEMM with a parameter that belongs to no such block.
+class AllExpertsBmm:
+    """The batched GEMMs of gate_up and down, or a single batched GEMM with a parameter outside of such a block.
 
-    `routing` is None where they stay as they are, and `reason` says why.
+    `routing` is None if they are not rewritten, and `reason` says why.
     """
 
     sites: tuple[Site, ...]
@@ -81,7 +80,7 @@ class DenseExperts:
         return self.sites[0].gemm.in_features == self.sites[-1].gemm.out_features
 
 
-def find_dense_experts(scope: Scope, weights: Weights) -> list[DenseExperts]:
+def find_all_experts_bmm(scope: Scope, weights: Weights) -> list[AllExpertsBmm]:
     """Return all batched GEMMs whose weight is a parameter or buffer, in a graph as dynamo gives it to a backend."""
     sites: dict[fx.Node, Site] = {}
     for node in scope.graph.nodes:
@@ -103,13 +102,13 @@ def find_dense_experts(scope: Scope, weights: Weights) -> list[DenseExperts]:
         covered |= {first.node, second.node}
         reasons = [f"{site.gemm.weight}: {site.reason}" for site in (first, second) if site.reason is not None]
         if reasons:
-            blocks.append(DenseExperts((first, second), None, reasons[0]))
+            blocks.append(AllExpertsBmm((first, second), None, reasons[0]))
             continue
         try:
-            blocks.append(DenseExperts((first, second), _routing(first, second, swiglu.replaced), None))
+            blocks.append(AllExpertsBmm((first, second), _routing(first, second, swiglu.replaced), None))
         except MismatchError as difference:
-            blocks.append(DenseExperts((first, second), None, f"{_DENSE}: {difference}"))
-    alone = [DenseExperts((site,), None, f"{_DENSE}, without a SwiGLU") for site in sites.values()]
+            blocks.append(AllExpertsBmm((first, second), None, f"{_DENSE}: {difference}"))
+    alone = [AllExpertsBmm((site,), None, f"{_DENSE}, without a SwiGLU") for site in sites.values()]
     return blocks + [single for single in alone if single.sites[0].node not in covered]
 
 
@@ -146,13 +145,13 @@ def _reason_against_routing(scope: Scope, routing: Routing, replaced: set[fx.Nod
 
     place, end = position[routing.rows], len(program.steps)
     handed_on = storages_of([value_of(node) for node in replaced - {routing.total}])
-    # The backward computes the products again, of the tokens.
+    # The backward computes the products again, from the tokens.
     differentiable = any(scope.modes[node] and value_of(node).requires_grad for node in (tokens, values))
     return (
         program.reason_against_fusing(positions, dict.fromkeys(handed_on, "an intermediate"))
         or change(position[routing.repeated], place, tokens, "the tokens")
         or change(position[routing.scatter], place, values, "the router's choice")
-        # Of k different experts, as a top-k gives them.
+        # The values belong to k different experts, like a top-k's.
         or change(position[given(indices)["input"]], place, indices, "the experts")
         or (change(place, end, tokens, "the tokens") if differentiable else None)
     )

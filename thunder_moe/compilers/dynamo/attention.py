@@ -3,7 +3,7 @@ Called by rewrite.py; calls scopes.py, kernels/attention.py, and safety.py for t
 
     keys = k[:, :, None].expand(B, Hkv, G, L, D).reshape(B, Hkv * G, L, D)    or k.repeat_interleave(G, 1)
     sdpa(q, keys, values, mask)                                               q (B, Hkv * G, Q, D)
-    = sdpa(q, k, v, mask, enable_gqa=True)                                    where that is cuDNN's;
+    = sdpa(q, k, v, mask, enable_gqa=True)                                    if cuDNN runs this call;
     = sdpa(q as (B, Hkv, G, D), k, v, mask).reshape(B, Hkv * G, 1, D)         elsewhere, for one new token: Q = 1
 
 Each key is read once instead of written and read G times.
@@ -44,10 +44,10 @@ class RepeatedAttention:
     Attributes:
         node: the call of scaled_dot_product_attention.
         scope: the graph that it is in.
-        key: what is repeated as its keys.
-        value: what is repeated as its values.
-        by_cudnn: cuDNN is going to group the heads.
-        entry: for the report.
+        key: the repeated keys.
+        value: the repeated values.
+        by_cudnn: True if cuDNN is going to group the heads.
+        entry: its entry in the report.
     """
 
     node: fx.Node
@@ -62,8 +62,8 @@ def find_repeated_attention(scope: Scope, *, on_any_device: bool) -> list[Repeat
     """Return the attention of a graph whose keys and values are repeated.
 
     Args:
-        scope: of a graph as dynamo gives it to a backend, with example values.
-        on_any_device: rewrite what does not run on CUDA too.
+        scope: the scope of a graph as dynamo gives it to a backend, with example values.
+        on_any_device: True to rewrite attention on other devices than CUDA, too.
     """
     found = []
     for node in scope.graph.nodes:
@@ -145,7 +145,7 @@ def _behind_repeat(node: Any) -> _Repeat | None:
 
 
 def _repeats(source: Any, repeated: fx.Node) -> int | None:
-    """Return how often the heads of (B, Hkv, L, D) are in (B, Hkv * G, L, D); None where the other sizes differ."""
+    """Return how often the heads of (B, Hkv, L, D) are in (B, Hkv * G, L, D); None if the other sizes differ."""
     few, many = value_of(source), value_of(repeated)
     if few is None or many is None or few.ndim != 4 or many.ndim != 4:
         return None
@@ -172,7 +172,7 @@ def _groups_by_cudnn(scope: Scope, node: fx.Node, key: _Repeat, value: _Repeat) 
 
 
 def _reason(scope: Scope, node: fx.Node, key: _Repeat, value: _Repeat, *, by_cudnn: bool) -> str | None:
-    """Return why attention stays as it is; the gates stand in order."""
+    """Return why attention is not rewritten; None if it is. The checks run in this order."""
     named = given(node)
     query, keys, values = value_of(named["query"]), value_of(key.source), value_of(value.source)
     heads = int(value_of(named["key"]).shape[1])

@@ -31,15 +31,16 @@ def thunder_moe_backend(
         gm: dynamo's graph.
         example_inputs: its inputs; parameters are the real ones.
         mode: as inductor's ("reduce-overhead", "max-autotune", ...).
-        options: as the inner compiler's, and ``"thunder_moe.inner"``: "inductor" (the default), "thunder", "eager",
-            "aot_eager" or any other backend's name. ``"thunder_moe.attention"``: whether decode steps read keys and
-            values without repeating them for the heads of a group: True, False, or None (the default) for on CUDA; not
-            by Thunder. ``"thunder_moe.format"``: the number format of the weights, "nvfp4" (the default) or "mxfp8", or
-            a function of a weight's qualified name and its `GroupedGemm` that names one; None leaves the weight 16-bit.
+        options: the inner compiler's options, and ``"thunder_moe.inner"``: "inductor" (the default), "thunder",
+            "eager", "aot_eager" or any other backend's name. ``"thunder_moe.attention"``: whether decode steps read
+            keys and values without repeating them for the heads of a group: True, False, or None (the default) for on
+            CUDA; not by Thunder. ``"thunder_moe.format"``: the number format of the weights, "nvfp4" (the default) or
+            "mxfp8", or a function of a weight's qualified name and its `GroupedGemm` that names one; None leaves the
+            weight 16-bit.
         dynamic: as inductor's.
 
     Returns:
-        What runs in place of the graph.
+        The callable that runs in place of the graph.
 
     Raises:
         ValueError: an unknown ``thunder_moe.`` option, or a value that one does not take, or two formats for the
@@ -95,9 +96,9 @@ def _compile(
 
 
 def _owner() -> Any:
-    """Return the wrapper with which torch.compile calls its backend; one per torch.compile stands for the function.
+    """Return the wrapper with which torch.compile calls its backend; each torch.compile has one, which identifies it.
 
-    Dynamo's translation under way tells it; None where there is none, as when a backend is called by hand.
+    Dynamo's running translation has it. None without a translation, as when a backend is called by hand.
     """
     try:
         translator = torch._dynamo.symbolic_convert.InstructionTranslator.current_tx()

@@ -25,7 +25,7 @@ from thunder_moe.kernels.slow_paths import warn_once
 
 __all__ = ["compile_graph"]
 
-# Why a call runs dynamo's graph as it is, see `_runner`.
+# Why a call runs dynamo's graph unchanged, see `_runner`.
 _THAWED = "a weight that was frozen when the graph was compiled requires a gradient"
 _SHARED = "an input that the graph changes shares its memory with a packed weight or another input"
 _HIDDEN = "the forward of an autograd.Function (or a reentrant checkpoint) trains the weight"
@@ -48,16 +48,16 @@ def compile_graph(
     Args:
         gm: dynamo's graph.
         example_inputs: its inputs; parameters are the real ones.
-        compile_: compiles a graph for inputs; it gets the rewritten graph, and later maybe the original one.
+        compile_: compiles a graph for inputs; it gets the rewritten graph, and later perhaps the original one.
         owner: to whom `rewrite_report` attributes the graph.
         format: the number format of the weights, or a function that names one.
         option: the name of the option that gave the format, for errors.
-        attention: whether attention that repeats keys and values is rewritten; None: on CUDA.
+        attention: True if attention that repeats keys and values is rewritten; None: on CUDA.
         dynamic: as torch.compile's.
         note: what the report adds to the reason of each GEMM that is rewritten.
 
     Returns:
-        What runs in place of the graph.
+        The callable that runs in place of the graph.
     """
     new = copy_of(gm)
     with choosing_format(option, format):
@@ -86,12 +86,12 @@ def _runner(
 
     Args:
         rewritten: how the inputs become those of the rewritten graph.
-        graph: what reports say of it.
+        graph: its entry in reports.
         compiled: the rewritten graph.
-        in_16_bit: dynamo's graph, for calls that nothing but a look at each can tell from others: training forwards
-            (dynamo guards on the grad mode alone, and before torch 2.13 not on what its parameters require), and those
-            given an input that the graph changes and that shares its memory with a packed weight, or with another input
-            where it did not before; and where a weight holds NaN or Inf. None where no weight is packed.
+        in_16_bit: dynamo's graph, for calls that have to be recognized one by one: training forwards (dynamo guards on
+            the grad mode alone, and before torch 2.13 not on what its parameters require), and those given an input
+            that the graph changes and that shares its memory with a packed weight, or with another input where it did
+            not before; and where a weight holds NaN or Inf. None if no weight is packed.
     """
 
     trained, writes = (

@@ -90,8 +90,8 @@ def grad_modes(graph: fx.Graph, initial: bool) -> dict[fx.Node, bool]:
 
 @dataclass(frozen=True)
 class _NodeStep(Step):
-    """A node as a step. What it writes is found out when it is first asked about something that it reads, since that
-    costs time; it cannot change what it is not given."""
+    """A node as a step. Its writes are determined when they are first asked for, because that costs time; a node can
+    write only tensors that it reads."""
 
     find: Callable[[], Collection[int]] = lambda: _NOTHING
 
@@ -139,7 +139,7 @@ def _step(
                 for storage in reads | inputs
                 if any(step.changes((storage,)) for step in program.steps)
             }
-            # An input that is no operand stands for one: for that of another call of the graph, or a part of it.
+            # If the subgraph writes an input that is not an argument of this call, it may alias any argument.
             return changed if changed <= reads else reads
         written = _written(node, fx.map_arg(given, value_of))
         return reads if written is None else written
@@ -156,7 +156,7 @@ def _name(node: fx.Node) -> str:
 
 
 def _written(node: fx.Node, values: Any) -> Collection[int] | None:
-    """Return the storages that a node writes, given its args and kwargs by value; None when nobody can tell."""
+    """Return the storages that a node writes, given its args and kwargs by value; None if they are unknown."""
     target: Any = node.target
     args, kwargs = values
     if node.op == "call_method":
@@ -196,7 +196,9 @@ class _Recorder(TorchDispatchMode):
 
 
 def _observed_writes(target: Callable[..., Any], args: Any, kwargs: Any) -> set[int] | None:
-    """Run a function on example values, which keep their shapes and strides whatever it does."""
+    """Return the storages that a function writes when it runs on its example values; None if it cannot be run.
+
+    It runs on aliases, so that the example values keep their shapes and strides."""
     fakes = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, FakeTensor)]
     if not fakes:
         return None
@@ -209,6 +211,6 @@ def _observed_writes(target: Callable[..., Any], args: Any, kwargs: Any) -> set[
             aliases = tree_map_only(torch.Tensor, torch.Tensor.detach, (args, kwargs))
             with recorder:
                 target(*aliases[0], **aliases[1])
-    except Exception:  # whatever a function of anybody's may raise on what is no real tensor
+    except Exception:  # user code may raise anything on fake tensors
         return None
     return recorder.written

@@ -1,4 +1,4 @@
-"""Proves that ids of experts are those of a top-k, and removes masks for ids past the last expert: there are none.
+"""Proves that expert ids come from a top-k, and removes masks for out-of-range ids, which a top-k cannot produce.
 Called by rewrite.py, gathered_bmm_pattern.py and fused_moe_pattern.py; calls scopes.py and effects.py.
 
     ids = topk(scores, A)[1].reshape(-1)           scores (T, E): 0 <= ids < E while nothing changes them in place
@@ -42,8 +42,8 @@ def reason_against_ids(scope: Scope, ids: Any, reader: fx.Node, experts: int) ->
 
 
 def remove_noop_masks(scope: Scope) -> bool:
-    """Erase masks and upper bounds of ids that change nothing, and return whether there were any. The scope has to
-    be made anew then."""
+    """Erase masks and upper bounds of ids that change nothing; True if there were any. Then the scope has to be made
+    anew."""
     if scope.refusal is not None:
         return False
     *nodes, output = scope.graph.nodes
@@ -74,7 +74,7 @@ def _bound(scope: Scope, ids: Any, reader: fx.Node) -> int | None:
 
 
 def _is_unchanged(scope: Scope, node: Any, reader: fx.Node) -> bool:
-    """True if another node reads the tensor that a node made as it was made."""
+    """True if nothing writes the tensor that a node made before `reader` reads it."""
     if not isinstance(value_of(node), Tensor):
         return False
     made, storages = node.args[0] if calls(node, "getitem") else node, storages_of(value_of(node))
@@ -114,7 +114,7 @@ def _is_false(scope: Scope, mask: Any, reader: fx.Node) -> bool:
 
 
 def _is_same(scope: Scope, source: Any, node: fx.Node, shared: Set[int]) -> bool:
-    """True if replacing a copy by its source is unobservable: both alike, nobody reads the source later, or
+    """True if replacing a copy by its source is unobservable: both alike, nothing reads the source later, or
     changes the copy, and neither is among the tensors that the graph shares with its caller."""
     old, new = value_of(source), value_of(node)
     if not isinstance(old, Tensor) or is_traceable_wrapper_subclass(old) or is_in_a_function_transform(old):

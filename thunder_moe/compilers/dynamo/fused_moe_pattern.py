@@ -40,14 +40,14 @@ from thunder_moe.compilers.dynamo.sites import Site
 from thunder_moe.compilers.spellings import MismatchError, require
 from thunder_moe.compilers.swiglu import SwiGLU
 
-__all__ = ["WholeExperts", "find_whole_experts", "whole_selected_experts"]
+__all__ = ["FusedMoE", "find_fused_moe", "fused_moe_of_gathered_bmm"]
 
 _INTEGERS = (torch.int32, torch.int64)
 _Operand = tuple[Any, str]  # a node, and the name that an operand has among its arguments
 
 
 @dataclass(eq=False)
-class WholeExperts:
+class FusedMoE:
     """The experts of a layer.
 
     Attributes:
@@ -55,7 +55,7 @@ class WholeExperts:
         down: the last product.
         tokens: (T, H).
         ids: the experts (M,) of the slots t * A + a.
-        weights: of the slots (M,).
+        weights: the weights of the slots (M,).
         top_k: A.
         on_input: the weights multiply the rows of tokens, not the results.
         total: node of (T, H), which the operator replaces.
@@ -74,20 +74,20 @@ class WholeExperts:
 
     @property
     def operands(self) -> tuple[Any, Any, Any]:
-        """Return the nodes of tokens, ids and weights as they are now: another rewrite may have replaced them."""
+        """Return the current nodes of tokens, ids and weights, which another rewrite may have replaced."""
         tokens, ids, weights = (
             None if each is None else given(each[0])[each[1]] for each in (self.tokens, self.ids, self.weights)
         )
         return tokens, ids, weights
 
 
-def find_whole_experts(scope: Scope, blocks: list[SwiGLU], sites: list[Site]) -> list[WholeExperts]:
+def find_fused_moe(scope: Scope, blocks: list[SwiGLU], sites: list[Site]) -> list[FusedMoE]:
     """Return the layers whose experts are grouped GEMMs.
 
     Args:
-        scope: of a graph as dynamo gives it to a backend.
+        scope: the scope of a graph as dynamo gives it to a backend.
         blocks: SwiGLUs whose GEMMs are rewritten.
-        sites: all GEMMs that are.
+        sites: all GEMMs that are rewritten.
     """
     found = []
     for block in blocks:
@@ -111,10 +111,10 @@ def _is_plain(site: Site) -> bool:
     return not calls(site.node, "activated") and all(each is None for each in added)
 
 
-def whole_selected_experts(scope: Scope, block: SwiGLU) -> WholeExperts | None:
+def fused_moe_of_gathered_bmm(scope: Scope, block: SwiGLU) -> FusedMoE | None:
     """Return the layer whose experts are batched products with the weights of each row's expert; None for others."""
     try:
-        return _Matcher(scope, block, block.down).match_selected()
+        return _Matcher(scope, block, block.down).match_gathered()
     except MismatchError:
         return None
 
@@ -122,14 +122,14 @@ def whole_selected_experts(scope: Scope, block: SwiGLU) -> WholeExperts | None:
 class _Matcher:
     def __init__(self, scope: Scope, block: SwiGLU, down: Site) -> None:
         self.scope = scope
-        self.found = WholeExperts(block, down)
+        self.found = FusedMoE(block, down)
         self.order: Any = None
         first = block.sites[0].gemm
         self.experts, self.hidden = first.experts, first.in_features
         require(down.gemm.out_features == self.hidden and down.gemm.experts == self.experts)
         self.found.nodes |= {block.product, down.node}
 
-    def match_grouped(self) -> WholeExperts:
+    def match_grouped(self) -> FusedMoE:
         found, sites = self.found, (*self.found.first.sites, self.found.down)
         rows, _, offsets = sites[0].operands
         require(all(site.operands[2] is offsets for site in sites))
@@ -148,7 +148,7 @@ class _Matcher:
         self.find_total()
         return self.checked()
 
-    def match_selected(self) -> WholeExperts:
+    def match_gathered(self) -> FusedMoE:
         found = self.found
         first: Any = found.first.sites[0]
         down: Any = found.down
@@ -178,7 +178,7 @@ class _Matcher:
         return named["input"], named["index"]
 
     def find_order(self, index: Any) -> None:
-        """Set the order of the slots by their experts, of which the rows are ``order // A``."""
+        """Set the order of the slots, sorted by expert; ``order // A`` are the tokens of the rows."""
         found = self.found
         found.top_k = 1
         if calls(index, "floor_divide"):
@@ -295,9 +295,9 @@ class _Matcher:
         tensor(named["input"], 1, count)
         tensor(named["value"], 1, count)
 
-    # ---- whether it may be
+    # ---- whether the rewrite is safe
 
-    def checked(self) -> WholeExperts:
+    def checked(self) -> FusedMoE:
         found, scope = self.found, self.scope
         tokens, total, weights, ids = (
             value_of(node) for node in (found.operands[0], found.total, found.operands[2], found.operands[1])

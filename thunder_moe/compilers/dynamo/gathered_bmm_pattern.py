@@ -23,12 +23,12 @@ from thunder_moe.compilers.dynamo.scopes import Scope
 from thunder_moe.compilers.dynamo.sites import Site, Weights, find_swiglu, site_of
 from thunder_moe.compilers.swiglu import SwiGLU
 
-__all__ = ["SelectedSite", "find_selected_experts"]
+__all__ = ["GatheredBmmSite", "find_gathered_bmm"]
 
 
 @dataclass(frozen=True, eq=False)
-class SelectedSite(Site):
-    """Such a product; `node` is its result (S, N).
+class GatheredBmmSite(Site):
+    """A batched product with the gathered weights of each row's expert; `node` is its result (S, N).
 
     Attributes:
         ids: node of the experts of its rows (S,).
@@ -40,24 +40,28 @@ class SelectedSite(Site):
 
     @property
     def operands(self) -> tuple[Any, Any, Any]:
-        """Return (rows, the selected weights, ids) as they are now."""
+        """Return the current nodes of (rows, the selected weights, ids)."""
         first, second = given(given(self.node)["input"]).values()
         rows, selected = (first, second) if calls(first, "unsqueeze") else (second, first)
         return given(rows)["input"], selected, given(selected)["index"]
 
 
-def find_selected_experts(
+def find_gathered_bmm(
     scope: Scope, weights: Weights
-) -> tuple[list[SwiGLU], list[SelectedSite], list[SelectedSite]]:
-    """Return the products of a graph as dynamo gives it to a backend: (SwiGLUs between two that are to be rewritten,
-    the other products that are, all products)."""
+) -> tuple[list[SwiGLU], list[GatheredBmmSite], list[GatheredBmmSite]]:
+    """Return (SwiGLUs between two products to rewrite, other products to rewrite, all products) of dynamo's graph."""
     sites = [site for node in scope.graph.nodes if (site := _site(node, scope, weights)) is not None]
     eligible = {site.node: site for site in sites if site.reason is None}
     blocks: list[SwiGLU] = []
     for swiglu in find_swiglu(scope, eligible.values()):
         first = swiglu.sites[0]
         second = next((site for site in eligible.values() if site.operands[0] is swiglu.product), None)
-        if swiglu.reason is not None or len(swiglu.sites) > 1 or second is None or not isinstance(first, SelectedSite):
+        if (
+            swiglu.reason is not None
+            or len(swiglu.sites) > 1
+            or second is None
+            or not isinstance(first, GatheredBmmSite)
+        ):
             continue
         (unsqueezed,) = (node for node in second.nodes if calls(node, "unsqueeze"))
         whole = only_user(swiglu.product, unsqueezed) and second.ids is first.ids
@@ -67,7 +71,7 @@ def find_selected_experts(
     return blocks, [site for site in eligible.values() if site not in fused], sites
 
 
-def _site(node: fx.Node, scope: Scope, weights: Weights) -> SelectedSite | None:
+def _site(node: fx.Node, scope: Scope, weights: Weights) -> GatheredBmmSite | None:
     product: Any = given(node)["input"] if calls(node, "squeeze") else None
     if not calls(product, "bmm") or not only_user(product, node):
         return None
@@ -89,17 +93,16 @@ def _site(node: fx.Node, scope: Scope, weights: Weights) -> SelectedSite | None:
             continue
         mat_b = weight if dim == 1 else weight.mT
         found = site_of(node, scope, source, mat_b, rows, rows.shape[0], weights)
-        site = SelectedSite(**vars(found), ids=ids, nodes=frozenset({selected, row, product, node}))
+        site = GatheredBmmSite(**vars(found), ids=ids, nodes=frozenset({selected, row, product, node}))
         reason = site.reason or reason_against_ids(scope, ids, selected, site.gemm.experts) or _change(scope, (site,))
-        return SelectedSite(**{**vars(site), "reason": reason})
+        return GatheredBmmSite(**{**vars(site), "reason": reason})
     return None
 
 
-def _change(scope: Scope, sites: tuple[SelectedSite, ...], *between: fx.Node) -> str | None:
+def _change(scope: Scope, sites: tuple[GatheredBmmSite, ...], *between: fx.Node) -> str | None:
     """Return why grouped GEMMs at the last of some products may not replace them all."""
     nodes = frozenset().union(*(site.nodes for site in sites)) | {*between}
     rows, selected, ids = sites[0].operands
-    # A view of the result may be changed in place, by a bias, after the last product. `decline_reason` is about the
-    # weight.
+    # A bias may change a view of the result in place, after the last product. `decline_reason` checks the weight.
     weight = storages_of(value_of(given(selected)["input"]))
     return scope.reason_against_fusing(nodes, sites[-1].node, {"the rows": rows, "the experts": ids}, ignored=weight)

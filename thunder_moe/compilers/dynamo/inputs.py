@@ -1,4 +1,4 @@
-"""Maps the inputs of dynamo's graph to those of the rewritten one, at each call: packed weights for 16-bit ones.
+"""Maps the inputs of dynamo's graph to the rewritten graph's, at each call: packed weights replace 16-bit ones.
 Made by rewrite.py, called by compiled_graph.py; calls weight_cache.py, which packs.
 """
 
@@ -24,8 +24,8 @@ __all__ = ["PackedWeight", "Rewritten", "memory_of_inputs"]
 
 @dataclass(frozen=True, eq=False)
 class PackedWeight:
-    """The weights that one packed weight is made of: positions among the graph's inputs, or tensors that it holds.
-    `layout` and `format`: of the packed weight. `nodes`: the operators' weight arguments, in a graph."""
+    """The weights that one packed weight is made of: positions among the graph's inputs, or tensors that the graph
+    holds. `layout` and `format` describe the packed weight; `nodes` are the operators' weight arguments in a graph."""
 
     names: str
     weights: tuple[int | Tensor, ...]
@@ -77,19 +77,19 @@ def memory_of_inputs(root: Scope, weights: Weights) -> dict[str, Any]:
 
 @dataclass(frozen=True, eq=False)
 class Rewritten:
-    """The inputs of a rewritten graph: those of dynamo's that stay, then the packed weights.
+    """The inputs of a rewritten graph: the kept inputs of dynamo's graph, then the packed weights.
 
     Attributes:
-        kept: positions of the inputs that stay.
+        kept: positions of the kept inputs.
         packs: the packed weights.
         trained: weights that stay 16-bit because they are being trained.
-        watched: all weights that require a gradient; they are being trained where a forward hides its grad mode.
+        watched: all weights that require a gradient; they are being trained if a forward hides its grad mode.
         frozen: packed weights that require no gradient.
         written: positions of the inputs that the graph or one nested in it changes in place.
-        compared: those, and the positions of all other inputs but parameters and buffers.
-        aliases: pairs of these that shared their memory when the graph was analysed, the lower position first.
+        compared: `written`, and the positions of all other inputs but parameters and buffers.
+        aliases: pairs of `compared` that shared their memory when the graph was analysed, the lower position first.
         enables_grad: gradients are disabled outside of the graph and enabled at the GEMM of a packed weight.
-        told_by: the weight that tells whose call it is, of the models that share the graph; None: there is none.
+        told_by: the weight that identifies the calling model among the models that share the graph; None without one.
     """
 
     kept: list[int]
@@ -109,8 +109,9 @@ class Rewritten:
         return [given[position] for position in self.kept] + packed
 
     def writes_read(self, given: Sequence[Any]) -> bool:
-        """True if an input that the graph changes in place shares its memory with a packed weight, whose packed form is
-        out of date then, or with another input where it did not when the graph was analysed. Dynamo guards on neither.
+        """True if an input that the graph changes in place shares its memory with a packed weight, which is then out of
+        date. Also True if it shares its memory with another input, but did not when the graph was analysed. Dynamo
+        guards on neither.
 
         Args:
             given: inputs of dynamo's graph.
@@ -128,8 +129,8 @@ class Rewritten:
         return any(not written.isdisjoint(owners.get(weight.untyped_storage()._cdata, ())) for weight in weights)
 
     def thawed(self, given: Sequence[Any]) -> list[Tensor]:
-        """Return the packed weights that were frozen and require a gradient now. Dynamo before torch 2.13 does not look
-        at parameters again while their module has the same ones."""
+        """Return the packed weights that were frozen and require a gradient now. Dynamo before torch 2.13 does not
+        check parameters again while their module keeps them."""
         return [weight for weight in _given(self.frozen, given) if weight.requires_grad]
 
     def declare_thawed(self, weights: list[Tensor]) -> None:
@@ -142,11 +143,11 @@ class Rewritten:
         weight_cache.changed(*weights)
 
     def declare_trained(self, given: Sequence[Any], *, hidden: bool = False) -> None:
-        """Tell the cache of weights that what follows this forward may change.
+        """Tell the weight cache that weights may change after this forward.
 
         Args:
             given: inputs of dynamo's graph.
-            hidden: whether `safety.is_hidden_training_forward`.
+            hidden: the value of `safety.is_hidden_training_forward`.
         """
         weights = self.watched if hidden else self.trained
         if weights:

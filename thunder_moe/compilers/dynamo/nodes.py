@@ -1,4 +1,4 @@
-"""Reads nodes of FX graphs by the table of spellings: what they call, with which arguments, and whose values they give.
+"""Reads nodes of FX graphs by the table of spellings: what they call, with which arguments, and what they return.
 Called by the matchers of dynamo's graphs; calls spellings.py.
 """
 
@@ -37,7 +37,7 @@ _PACKAGE = os.path.dirname(os.path.dirname(os.path.dirname(__file__)))
 
 
 def value_of(node: Any) -> Any:
-    """Return the example value of a node, None when it has none."""
+    """Return the example value of a node, None if it has none."""
     return node.meta.get("example_value", node.meta.get("val")) if isinstance(node, fx.Node) else None
 
 
@@ -49,7 +49,7 @@ def given(node: Any) -> dict[str, Any]:
 
 def _row(node: Any) -> Spelling | None:
     is_call = isinstance(node, fx.Node) and node.op in ("call_function", "call_method")
-    # What is changed in place has to be the first positional argument.
+    # The tensor that is changed in place has to be the first positional argument.
     return TARGETS.get(node.target) if is_call and (node.args or node.target not in IN_PLACE) else None
 
 
@@ -90,13 +90,14 @@ def part_of_result(node: Any, kind: str, index: int) -> Any:
 
 
 def source_of(node: Any, *kinds: str) -> Any:
-    """Return the tensor of which an operation of some kinds gives the numbers, in its dtype and on its device; None for
-    other nodes. "order" stands for views that keep the order of all elements."""
+    """Return the input of an operation of some kinds that returns the same numbers, dtype and device; else None.
+
+    The kind "order" stands for views that keep the order of all elements."""
     kind, named = kind_of(node), given(node)
     if is_in_place(node) or not (kind in kinds or ("order" in kinds and keeps_order(kind, named))):
         return None
     new, old = value_of(node), value_of(named["input"])
-    if new is None and kind != "cast":  # a view that a rewrite of ours has put there
+    if new is None and kind != "cast":  # a view that one of our rewrites has inserted
         return named["input"]
     both = isinstance(new, Tensor) and isinstance(old, Tensor)
     return named["input"] if both and (new.dtype, new.device) == (old.dtype, old.device) else None

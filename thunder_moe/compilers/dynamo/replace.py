@@ -4,9 +4,9 @@ Called by rewrite.py with what the finders found; changes graphs and decides not
     grouped_mm(x, w.mT, offs)                -> NVFP4 GEMM
     grouped_linear(x, w, offs, bias, scale)  -> NVFP4 GEMM -> grouped_bias
     activated_grouped_linear(y, w, ...)      -> scaled_activation -> NVFP4 GEMM -> grouped_bias with scales
-    both, one after the other                -> NVFP4 GEMM with SwiGLU -> NVFP4 GEMM -> grouped_bias with scales
+    grouped_linear, then the activated one   -> NVFP4 GEMM with SwiGLU -> NVFP4 GEMM -> grouped_bias with scales
     the experts of a layer                   -> moe_experts
-    all experts on all tokens                -> moe_experts of those that the router chose
+    all experts on all tokens                -> moe_experts on the experts that the router chose
     batched products of each row's expert    -> moe_route -> NVFP4 GEMM with SwiGLU -> NVFP4 GEMM, in the rows' order
 
 The results of GroupedLinear and GroupedMLP are zero past the last row end; NVFP4 operators leave those rows undefined.
@@ -21,9 +21,9 @@ from typing import Any
 import torch
 from torch import fx
 
-from thunder_moe.compilers.dynamo.all_experts_bmm_pattern import DenseExperts
+from thunder_moe.compilers.dynamo.all_experts_bmm_pattern import AllExpertsBmm
 from thunder_moe.compilers.dynamo.effects import storages_of
-from thunder_moe.compilers.dynamo.fused_moe_pattern import WholeExperts
+from thunder_moe.compilers.dynamo.fused_moe_pattern import FusedMoE
 from thunder_moe.compilers.dynamo.inputs import PackedWeight
 from thunder_moe.compilers.dynamo.nodes import calls, is_in_place, kind_of, value_of
 from thunder_moe.compilers.dynamo.scopes import Scope
@@ -40,12 +40,12 @@ from thunder_moe.ops import (  # noqa: F401  (registers the operators)
 __all__ = [
     "add_inputs",
     "erase",
-    "replace_dense",
+    "replace_all_experts_bmm",
+    "replace_fused_moe",
+    "replace_gathered_bmm",
     "replace_gemm",
     "replace_node",
-    "replace_selected",
     "replace_swiglu",
-    "replace_whole",
     "take_our_gradient",
 ]
 
@@ -134,7 +134,7 @@ def _finished(graph: fx.Graph, out: fx.Node, offsets: fx.Node, bias: Any, bias_s
     """Add zeros past the last row end, and bias and factors if there are any."""
     if bias is not None or scales is not None:
         return graph.call_function(_OPS.grouped_bias.default, (out, offsets, bias, bias_scale, scales))
-    # Of torch's functions, which inductor makes a part of the kernel that reads the result.
+    # Written with torch's functions, so that inductor fuses it into the kernel that reads the result.
     count = graph.call_method("size", (out, 0))
     options = dict(device=value_of(offsets).device, dtype=torch.int32)
     positions = graph.call_function(torch.arange, (count,), options)
@@ -149,7 +149,7 @@ def _int32(graph: fx.Graph, offsets: fx.Node) -> fx.Node:
 # ---- layers
 
 
-def replace_whole(layer: WholeExperts, gate_up: PackedWeight, down: PackedWeight) -> None:
+def replace_fused_moe(layer: FusedMoE, gate_up: PackedWeight, down: PackedWeight) -> None:
     """Replace a layer's experts by one operator."""
     scope, graph = layer.down.scope, layer.down.scope.graph
     tokens, *of_slots = layer.operands
@@ -161,8 +161,8 @@ def replace_whole(layer: WholeExperts, gate_up: PackedWeight, down: PackedWeight
         erase(scope, node)
 
 
-def replace_dense(block: DenseExperts, gate_up: PackedWeight, down: PackedWeight) -> None:
-    """Replace batched GEMMs over all experts by those of the experts that the router chose."""
+def replace_all_experts_bmm(block: AllExpertsBmm, gate_up: PackedWeight, down: PackedWeight) -> None:
+    """Replace batched GEMMs over all experts by GEMMs of the experts that the router chose."""
     scope, routing = block.sites[0].scope, block.routing
     assert routing is not None
     tokens, ids, weights = routing.operands
@@ -179,12 +179,12 @@ def replace_dense(block: DenseExperts, gate_up: PackedWeight, down: PackedWeight
     replace_node(scope, routing.total, out)
 
 
-def replace_selected(call: Site | SwiGLU, orders: dict[fx.Node, list[fx.Node]], *packed: PackedWeight) -> None:
+def replace_gathered_bmm(call: Site | SwiGLU, orders: dict[fx.Node, list[fx.Node]], *packed: PackedWeight) -> None:
     """Replace batched products with the weights of each row's expert by grouped GEMMs.
 
     Args:
         call: a product, or two around a SwiGLU.
-        orders: what calls before have made of the ids: rows' slots, offsets, slots' rows.
+        orders: the orders that earlier calls have made of the ids: rows' slots, offsets, slots' rows.
         *packed: of gate and up if there is a SwiGLU, and of the last product.
     """
     first, last = (call, call) if isinstance(call, Site) else (call.sites[0], call.down)
@@ -238,8 +238,8 @@ def replace_node(scope: Scope, old: fx.Node, new: fx.Node) -> None:
 
 
 def erase(scope: Scope, node: fx.Node) -> None:
-    """Erase a node that nobody reads, then those that only it read. Graph-wide dead code elimination takes in-place
-    methods for dead."""
+    """Erase a node that nothing reads, then the nodes that only it read. Graph-wide dead code elimination would erase
+    in-place methods."""
     if node._erased or node.users or node.op == "placeholder" or _is_seen_elsewhere(scope, node):
         return
     inputs = node.all_input_nodes

@@ -1,9 +1,9 @@
 """The rewrite of dynamo's graphs: frozen expert GEMMs -> NVFP4 operators, their packed weights further inputs.
 Called by compiled_graph.py; calls scopes.py and the finders, which decide; then replace.py, which changes the graph.
 
-remove masks that do nothing -> find grouped GEMMs, in nested graphs too -> replace a frozen weight by its packed
-inputs, its GEMM by the operator, gate + up + SwiGLU by the fused one, experts that run on all tokens by routed ones;
-GEMMs that train by those whose gradient takes any strides -> report.
+remove masks that do nothing -> find grouped GEMMs, also in nested graphs -> replace a frozen weight by its packed
+inputs, its GEMM by the operator, gate + up + SwiGLU by the fused operator, experts that run on all tokens by routed
+experts, GEMMs that train by the operator whose gradient accepts any strides -> report.
 """
 
 from __future__ import annotations
@@ -15,21 +15,21 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from thunder_moe.compilers.dynamo.all_experts_bmm_pattern import DenseExperts, find_dense_experts
+from thunder_moe.compilers.dynamo.all_experts_bmm_pattern import AllExpertsBmm, find_all_experts_bmm
 from thunder_moe.compilers.dynamo.attention import find_repeated_attention, group_heads
 from thunder_moe.compilers.dynamo.expert_ids import remove_noop_masks
-from thunder_moe.compilers.dynamo.fused_moe_pattern import WholeExperts, find_whole_experts, whole_selected_experts
-from thunder_moe.compilers.dynamo.gathered_bmm_pattern import find_selected_experts
+from thunder_moe.compilers.dynamo.fused_moe_pattern import FusedMoE, find_fused_moe, fused_moe_of_gathered_bmm
+from thunder_moe.compilers.dynamo.gathered_bmm_pattern import find_gathered_bmm
 from thunder_moe.compilers.dynamo.inputs import PackedWeight, Rewritten, memory_of_inputs
 from thunder_moe.compilers.dynamo.nodes import value_of
 from thunder_moe.compilers.dynamo.replace import (
     add_inputs,
-    replace_dense,
+    replace_all_experts_bmm,
+    replace_fused_moe,
+    replace_gathered_bmm,
     replace_gemm,
     replace_node,
-    replace_selected,
     replace_swiglu,
-    replace_whole,
     take_our_gradient,
 )
 from thunder_moe.compilers.dynamo.routers import find_routers, fuse_router, share_orders
@@ -63,7 +63,7 @@ def rewrite(
     Args:
         gm: dynamo's graph.
         example_inputs: its inputs.
-        attention: whether attention that repeats keys and values is rewritten; None: on CUDA.
+        attention: True if attention that repeats keys and values is rewritten; None: on CUDA.
 
     Returns:
         What the graph takes now; what was decided on each GEMM, and on such attention and routers.
@@ -87,9 +87,9 @@ def rewrite(
     memory = memory_of_inputs(root, weights) if any(plan.rewrites for plan in plans) else {}
     for plan in plans:
         for block in plan.routed:
-            replace_dense(block, *packing.inputs_of(*block.sites))
-    # The router of experts that ran on all tokens is one like others now.
-    seen = (scope.as_it_is() if plan.routed else scope for scope, plan in zip(scopes, plans, strict=True))
+            replace_all_experts_bmm(block, *packing.inputs_of(*block.sites))
+    # After this, the router of experts that ran on all tokens looks like any other.
+    seen = (scope.after_rewrite() if plan.routed else scope for scope, plan in zip(scopes, plans, strict=True))
     routers = [found for scope in seen for found in find_routers(scope)]
     for plan in plans:
         _carry_out(plan, packing)
@@ -109,7 +109,7 @@ def rewrite(
 
 
 class _Packing:
-    """The packed weights of a graph, which become inputs of it as they are asked for."""
+    """The packed weights of a graph; each becomes an input of the graph when it is first asked for."""
 
     def __init__(self, root: Scope, weights: Weights, example_inputs: Sequence[Any]) -> None:
         self.root = root
@@ -119,7 +119,7 @@ class _Packing:
         self.packs: dict[tuple[Any, ...], PackedWeight] = {}
 
     def inputs_of(self, *calls: Site | SwiGLU) -> list[PackedWeight]:
-        """Return the packed weight of each of some calls, which are one operator's."""
+        """Return the packed weight of each call; the calls become one operator."""
         common_format(*(site.gemm for call in calls for site in _sites_of(call)))
         return [self._inputs_of(call) for call in calls]
 
@@ -140,7 +140,7 @@ class _Packing:
         return replace(packed, nodes=tuple(map(scope.thread_into_subgraph, packed.nodes)))
 
     def finish(self, sites: list[Site], memory: dict[str, Any], told_by: int | Tensor | None) -> Rewritten:
-        """Erase the 16-bit inputs that nobody reads any more, and return what the graph takes; `sites`: all that have
+        """Erase the 16-bit inputs that nothing reads any more, and return what the graph takes; `sites`: all that have
         a weight."""
         packed = dict.fromkeys(weight for key in self.packs for weight in key[2:])
         dropped = {node for node in packed if node.op == "placeholder" and not node.users}
@@ -184,10 +184,10 @@ def _carry_out(plan: _Plan, packing: _Packing) -> None:
         else:
             replace_swiglu(call, *inputs_of(call))
     for layer in plan.whole:
-        replace_whole(layer, *packing.inputs_of(layer.first, layer.down))
+        replace_fused_moe(layer, *packing.inputs_of(layer.first, layer.down))
     orders: dict[fx.Node, list[fx.Node]] = {}
     for call in plan.selected:
-        replace_selected(call, orders, *inputs_of(call))
+        replace_gathered_bmm(call, orders, *inputs_of(call))
 
 
 def _telling_weight(
@@ -216,8 +216,8 @@ class _Plan:
 
     sites: list[Site]
     calls: list[Site | SwiGLU]
-    whole: list[WholeExperts]
-    routed: list[DenseExperts]
+    whole: list[FusedMoE]
+    routed: list[AllExpertsBmm]
     selected: list[Site | SwiGLU]
     to_train: list[Site]
     decisions: list[Decision]
@@ -235,10 +235,10 @@ def _plan(scope: Scope, weights: Weights) -> _Plan:
     unfused = {site: block.reason for block in swiglus for site in block.sites}
     fused = {site for block in blocks for site in block.sites}
     downs = {block.down for block in blocks if block.down is not None}
-    dense = find_dense_experts(scope, weights)
-    whole = find_whole_experts(scope, blocks, eligible)
-    around, selected, products = find_selected_experts(scope, weights)
-    layers = {block: layer for block in around if (layer := whole_selected_experts(scope, block)) is not None}
+    dense = find_all_experts_bmm(scope, weights)
+    whole = find_fused_moe(scope, blocks, eligible)
+    around, selected, products = find_gathered_bmm(scope, weights)
+    layers = {block: layer for block in around if (layer := fused_moe_of_gathered_bmm(scope, block)) is not None}
     whole += layers.values()
     in_layers = {site for layer in whole for site in (*layer.first.sites, layer.down)}
     routed = [block for block in dense if block.routing is not None]

@@ -5,8 +5,8 @@ between.
     values, ids = softmax(logits, float32).topk(A);  values / values.sum(-1, keepdim=True)
     = scores, ids, _, _, _ = moe_router(logits, top_k=A, ...)
 
-torch.topk is two launches, and no compiler fuses it with what is around it. The choice is the same but for equal
-probabilities, of which torch.topk takes any. Legend: T tokens, E experts, A = top_k.
+torch.topk is two launches, and no compiler fuses it with its surroundings. The choice is the same, except that
+torch.topk may take any of several equal probabilities. Legend: T tokens, E experts, A = top_k.
 """
 
 from __future__ import annotations
@@ -108,10 +108,10 @@ class Router:
     """A router of a graph.
 
     Attributes:
-        match: what it consists of.
+        match: its operations and options.
         scope: the graph that it is in.
-        place: the node before which `moe_router` goes.
-        nodes: what it replaces, in order.
+        place: the node that `moe_router` is inserted before.
+        nodes: the nodes that it replaces, in order.
     """
 
     match: RouterMatch
@@ -174,7 +174,7 @@ def share_orders(graph: fx.Graph, program: Program) -> None:
 
     Args:
         graph: behind all other rewrites.
-        program: of the graph before them.
+        program: the program of the graph before them.
     """
     for node in list(graph.nodes):
         experts_sort = node.target in _EXPERTS and len(node.args) in (12, 14) and node.args[-3:] == (None, None, None)
@@ -223,7 +223,7 @@ def _is_changed(program: Program, ids: fx.Node) -> bool:
 
 
 def _reason(scope: Scope, graph: _Graph, router: Router) -> str | None:
-    """Return why a router stays as it is; the gates stand in order."""
+    """Return why a router is not rewritten; None if it is. The checks run in this order."""
     match, positions, program = router.match, scope.positions, scope.program
     logits = value_of(match.logits)
     if is_in_a_function_transform(logits) or is_traceable_wrapper_subclass(logits):

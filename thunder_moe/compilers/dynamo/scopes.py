@@ -24,7 +24,7 @@ from thunder_moe.compilers.safety import Program
 
 __all__ = ["Scope", "copy_of", "scopes_of"]
 
-# Where the operands of a higher-order operator are that the placeholders of its bodies stand for: from this position
+# The operands of a higher-order operator that the placeholders of its bodies stand for: they begin at this position
 # on, or a sequence at it.
 _OPERANDS_FROM = {"tag_activation_checkpoint": 1, "wrap": 1}
 _OPERANDS_AT = {"cond": 3}
@@ -35,12 +35,12 @@ class Scope:
     """A graph whose GEMMs may be rewritten.
 
     Attributes:
-        module: what holds it.
+        module: the graph module that holds it.
         modes: the grad mode of each node.
         parent: the scope of the operator that calls it, None for the root.
         call: that operator.
         bodies: all scopes that it calls, this one among them.
-        refusal: why GEMMs in here stay as they are, None when they need not.
+        refusal: why GEMMs in here are not rewritten; None if they may be.
         differentiates_itself: the forward or backward of an `autograd.Function`, whose grad mode tells nothing.
     """
 
@@ -85,12 +85,12 @@ class Scope:
         """Return `Program.reason_against_fusing` of some nodes.
 
         Args:
-            nodes: those that one operator replaces.
-            result: the node among them whose result it gives.
+            nodes: the nodes that one operator replaces.
+            result: the node among them whose result the operator gives.
             read: the nodes that it reads in their stead, by the name for the report.
-            handed_on: the name of what the nodes hand to each other.
-            ignored: storages that are not looked at, of weights.
-            again: it reads the same in its backward.
+            handed_on: the report's name for tensors that the nodes hand to each other.
+            ignored: storages of weights, which are not checked.
+            again: True if the operator reads the same tensors in its backward.
         """
         again = again and self.modes[result]
         names = {storage: name for name, node in read.items() for storage in storages_of(value_of(node))}
@@ -104,7 +104,7 @@ class Scope:
         return attribute(self.module, str(node.target)) if value is None and node.op == "get_attr" else value
 
     def origin(self, node: fx.Node) -> fx.Node | None:
-        """Return the root's input that a node is or is a view of; None where it is neither or nobody can tell."""
+        """Return the root's input that a node is or is a view of; None if it is neither or unknown."""
         scope = self
         while scope.parent is not None or node.op not in ("placeholder", "get_attr"):
             if node.op == "placeholder":
@@ -121,7 +121,7 @@ class Scope:
             (node,) = sources
         return node
 
-    def as_it_is(self) -> Scope:
+    def after_rewrite(self) -> Scope:
         """Return the scope of this graph after a rewrite."""
         first = next(iter(self.graph.nodes))
         return replace(self, modes=grad_modes(self.graph, self.modes.get(first, True)))
@@ -142,7 +142,7 @@ class Scope:
 
 
 def scopes_of(gm: fx.GraphModule, grad_enabled: bool) -> list[Scope]:
-    """Return the scope of dynamo's graph, then those of all graphs nested in it.
+    """Return the scope of dynamo's graph, then the scopes of all graphs nested in it.
 
     Args:
         gm: dynamo's graph module.
@@ -187,7 +187,7 @@ def _name_of(call: fx.Node) -> str:
 
 
 def _operands(call: Any) -> tuple[Any, ...] | None:
-    """Return the operands that the placeholders of the bodies stand for; None where that is not known."""
+    """Return the operands that the placeholders of the bodies stand for; None if that is not known."""
     kind = _name_of(call)
     if kind in _OPERANDS_FROM:
         return tuple(call.args[_OPERANDS_FROM[kind] :])

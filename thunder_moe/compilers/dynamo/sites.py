@@ -50,9 +50,9 @@ class Site:
         node: its call.
         scope: the graph that it is in.
         gemm: names and sizes.
-        weight: the root's placeholder or get_attr node of the weight, None when there is none behind mat_b.
+        weight: the root's placeholder or get_attr node of the weight, None if there is none behind mat_b.
         transposed: the weight is (E, K, N), not (E, N, K).
-        reason: why it stays 16-bit, None when it is rewritten.
+        reason: why it stays 16-bit, None if it is rewritten.
     """
 
     node: fx.Node
@@ -64,7 +64,7 @@ class Site:
 
     @property
     def operands(self) -> tuple[Any, Any, Any]:
-        """Return (mat_a, mat_b, offs or None) as they are now: another rewrite may have replaced them."""
+        """Return the current nodes of (mat_a, mat_b, offs or None), which another rewrite may have replaced."""
         rows, weight, offsets, *_ = (*self.arguments.values(), None)
         return rows, weight, offsets
 
@@ -85,7 +85,7 @@ class Weights:
     def __init__(self, scopes: list[Scope], tensors: dict[fx.Node, torch.Tensor]) -> None:
         """
         Args:
-            scopes: of dynamo's graph, the root first.
+            scopes: the scopes of dynamo's graph, the root first.
             tensors: the real tensor of each placeholder and get_attr node of the root that has one.
         """
         self._scopes = scopes
@@ -106,9 +106,10 @@ class Weights:
         return _is_static(node, self.tensors[node])
 
     def behind(self, scope: Scope, source: Any, mat_b: torch.Tensor) -> tuple[fx.Node | None, bool]:
-        """Return (node, transposed): the weight that mat_b (E, K, N), a view of a node of a scope, is a view of, and
-        whether it lies as mat_b does. Inputs that share their memory now need not share it at the next call: the weight
-        is the one that the graph reads, except in a scope whose GEMMs stay as they are."""
+        """Return (node, transposed): the weight that mat_b (E, K, N) is a view of, and True if both have one layout.
+
+        Inputs that share their memory now need not share it at the next call. So the weight is the node that the graph
+        reads, except in a scope whose GEMMs are not rewritten."""
         nodes = [node for storage in storages_of(mat_b) for node in self._by_storage.get(storage, ())]
         if nodes and scope.refusal is None:
             origin = scope.origin(source)
@@ -120,14 +121,14 @@ class Weights:
         return None, True
 
     def sharing(self, tensor: torch.Tensor) -> fx.Node | None:
-        """Return the weight whose memory a tensor is of, in whatever shape."""
+        """Return the weight that a tensor of any shape shares its memory with; None without one."""
         return next((node for storage in storages_of(tensor) for node in self._by_storage.get(storage, ())), None)
 
     def reason_against_packing(self, weight: fx.Node) -> str | None:
         if self.tensors[weight].is_meta:
             return "the weight is on the meta device, which holds no numbers"
         storages = storages_of(self._scopes[0].value_of(weight))
-        # From the inside out: the innermost knows the name of the operation.
+        # Ask from the inside out: the innermost scope knows the name of the operation.
         reasons = (scope.program.reason_against_packing(storages) for scope in reversed(self._scopes))
         return next((reason for reason in reasons if reason is not None), None)
 
@@ -227,13 +228,14 @@ class _Graph:
 
 
 def find_swiglu(scope: Scope, sites: Iterable[Site]) -> list[SwiGLU]:
-    """Return the SwiGLUs of a graph whose GEMMs are all among the sites; those with a reason stay as they are."""
+    """Return the SwiGLUs of a graph whose GEMMs are all among the sites; one with a reason is not rewritten."""
     return swiglu.find_swiglu(_Graph(scope, sites))
 
 
 def quantized_gemm(node: Any, weights: Weights, position: int = 1) -> GroupedGemm:
-    """Return names and sizes of a GEMM of one of the package's NVFP4 operators, whose arguments begin with rows or
-    tokens; `position` is that of the weight among them."""
+    """Return names and sizes of the GEMM of one of the package's operators; its arguments begin with rows or tokens.
+
+    `position` is the position of the weight among the arguments."""
     rows, packed = value_of(node.args[0]), value_of(node.args[position])
     format = next(known for known in BLOCK_FORMATS.values() if packed.dtype in known.code_dtypes)
     experts, codes, n = packed.shape

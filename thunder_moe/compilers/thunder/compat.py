@@ -1,6 +1,6 @@
-"""What the package changes in Thunder 0.2.6, or in torch for Thunder; each function says why, and until which release.
-Called by thunder_moe.registration and by the modules of compilers.thunder, which users ask for; calls nothing of the
-package. docs/changes.md has the table.
+"""Changes Thunder 0.2.6, or torch for Thunder; each function says why, and until which release.
+Called by thunder_moe.registration and by the modules of compilers.thunder; calls nothing of the package.
+docs/changes.md has the table.
 
 `import_thunder` is called by ``from thunder_moe import moe_executor`` and ``thunder_moe.register("thunder")``, never by
 ``import thunder_moe`` alone.
@@ -41,7 +41,7 @@ _REMOVED_TENSOR_METHODS = ("rename", "has_names", "refine_names", "align_to", "a
 
 
 def import_thunder() -> None:
-    """Imports Thunder, and makes the changes in it that stay.
+    """Import Thunder, and make the changes in it that stay.
 
     Raises:
         ImportError: lightning-thunder is missing, and the message names the extra to install; or an earlier import of
@@ -60,7 +60,7 @@ def import_thunder() -> None:
 
 
 def add_plugin() -> None:
-    """Makes ``thunder.compile(model, plugins="nvfp4-moe")`` known to Thunder, which has been imported."""
+    """Make ``thunder.compile(model, plugins="nvfp4-moe")`` known to Thunder, which has been imported."""
     from thunder.plugins import register_plugin
 
     register_plugin(PLUGIN, _make_plugin)
@@ -73,7 +73,7 @@ def _make_plugin() -> Any:
 
 @contextlib.contextmanager
 def _importing_thunder() -> Iterator[None]:
-    """What Thunder's own modules need of torch while they are imported; torch is as it was afterwards.
+    """Change in torch what Thunder's modules need while they are imported; undo the changes afterwards.
 
     Raises:
         ImportError: an earlier import of Thunder has failed.
@@ -100,7 +100,7 @@ def _cure_recipes() -> None:
 
 @contextlib.contextmanager
 def _removed_tensor_methods() -> Iterator[None]:
-    """Thunder 0.2.6 lists some Tensor methods by name that torch 2.13 removed (named tensors).
+    """Add the Tensor methods that Thunder 0.2.6 lists by name and torch 2.13 removed (named tensors).
     Unnecessary from the first Thunder release that imports on torch 2.13."""
     missing = [name for name in _REMOVED_TENSOR_METHODS if not hasattr(torch.Tensor, name)]
     for name in missing:
@@ -114,10 +114,10 @@ def _removed_tensor_methods() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _apply_as_python_method() -> Iterator[None]:
-    """From torch 2.14 on `autograd.Function.apply` is a method written in C, without the `__func__` that Thunder 0.2.6
-    reads when it is imported. Unnecessary from the first Thunder release that imports on torch 2.14.
+    """Make `autograd.Function.apply` a Python method, with the `__func__` that Thunder 0.2.6 reads when it is imported.
 
-    Models that call an `autograd.Function` of their own still cannot be traced by Thunder 0.2.6 on torch 2.14."""
+    From torch 2.14 on it is a method written in C. Unnecessary from the first Thunder release that imports on torch
+    2.14. Models that call an `autograd.Function` of their own still cannot be traced by Thunder 0.2.6 on torch 2.14."""
     function = torch.autograd.Function
     if hasattr(function.apply, "__func__"):
         yield
@@ -131,7 +131,7 @@ def _apply_as_python_method() -> Iterator[None]:
 
 
 def _recipe_without_nvfuser(recipes: Any) -> None:
-    """Thunder 0.2.6's default recipe prints how to install nvFuser where it is missing, and fails on an executor None.
+    """Drop the executor None from Thunder 0.2.6's default recipe, which fails on it if nvFuser is not installed.
     Unnecessary from the first Thunder release whose default recipe runs without nvFuser."""
     original = recipes.BaseRecipe.setup_executors
 
@@ -143,8 +143,8 @@ def _recipe_without_nvfuser(recipes: Any) -> None:
 
 
 def _recipe_on_transformers_5(recipes: Any) -> None:
-    """Thunder 0.2.6's recipe for Hugging Face replaces `sdpa_mask_recent_torch`, which transformers 5 no longer has. It
-    replaces nothing there, as before transformers 4.55: Thunder can trace the masks of transformers 5.
+    """Have Thunder 0.2.6's recipe for Hugging Face replace no mask function on transformers 5, as before 4.55.
+    It replaces `sdpa_mask_recent_torch`, which transformers 5 no longer has; Thunder can trace its masks.
     Unnecessary from the first Thunder release whose recipe takes transformers 5."""
     original = recipes.SDPAMaskTransform.__init__
 
@@ -186,7 +186,7 @@ def scaled_dot_product_attention(query: Any, key: Any, value: Any, *args: Any, *
 
 
 def _repeated_heads(tensor: Any, times: int) -> Any:
-    """(..., heads, rows, width) -> (..., heads * times, rows, width)"""
+    """Repeat heads: (..., heads, rows, width) -> (..., heads * times, rows, width)."""
     import thunder.torch as ltorch
 
     if times == 1:
@@ -197,10 +197,10 @@ def _repeated_heads(tensor: Any, times: int) -> Any:
 
 
 def put_first(compile_data: Any, transform: Any) -> None:
-    """Makes a transform the first of a compilation that is under way, if it is none of it yet.
+    """Make a transform the first of a running compilation, if the compilation does not have it yet.
 
-    Thunder 0.2.6 goes through the list that the user gave to `thunder.jit`, which is not ours to change: its function
-    gets a copy. Unnecessary from the first Thunder release in which an executor brings its own transforms."""
+    Thunder 0.2.6 iterates over the list that the user gave to `thunder.jit`. That list must not change, so Thunder's
+    function gets a copy. Unnecessary from the first Thunder release in which an executor brings its own transforms."""
     if transform in compile_data.transforms:
         return
     function = compile_data.apply_transforms_and_build_cache_entry
@@ -209,7 +209,7 @@ def put_first(compile_data: Any, transform: Any) -> None:
 
 
 def without_gradient(proxy: Any) -> Any:
-    """A proxy of the same name that requires no gradient. Thunder's own copies get names of their own."""
+    """Return a proxy of the same name that requires no gradient. Thunder's own copies get names of their own."""
     if not getattr(proxy, "requires_grad", False):
         return proxy
     frozen = copy.copy(proxy)
@@ -236,8 +236,10 @@ def refuse_changes_in_graphs(transforms: Sequence[Any], written: Sequence[Any]) 
 
 
 def refuse_delayed_changes(backward_trace: Any) -> None:
-    """Thunder 0.2.6 moves in-place operations of the forward whose result nobody reads (a write to a slice of an
-    argument, at the end) to the backward. Unnecessary from the first Thunder release that keeps them in the forward.
+    """Reject a trace in which Thunder has moved an in-place operation of the forward to the backward.
+
+    Thunder 0.2.6 does so if nothing reads the result (a write to a slice of an argument, at the end).
+    Unnecessary from the first Thunder release that keeps them in the forward.
 
     Raises:
         NotImplementedError: a forward's change is among the backward's symbols.
@@ -253,9 +255,9 @@ def refuse_delayed_changes(backward_trace: Any) -> None:
 
 
 def route_thunderfx(takes: Callable[[Any], bool], compile_graph: Callable[..., Any]) -> None:
-    """Has `compile_graph(compiler, gm, inputs)` compile dynamo's graphs in the place of a ThunderCompiler that `takes`
-    them. Thunder 0.2.6 has no other way for an executor to see a graph before thunderfx splits it.
-    Unnecessary from the first Thunder release in which an executor has a say in that."""
+    """Have `compile_graph(compiler, gm, inputs)` compile dynamo's graphs instead of a ThunderCompiler that `takes`.
+    Thunder 0.2.6 has no other way for an executor to see a graph before thunderfx splits it.
+    Unnecessary from the first Thunder release in which an executor can take part in that."""
 
     from thunder.dynamo.compiler import ThunderCompiler
 
@@ -267,7 +269,7 @@ def route_thunderfx(takes: Callable[[Any], bool], compile_graph: Callable[..., A
 
 
 def original_thunderfx(compiler: Any, gm: torch.fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-    """What Thunder's own ThunderCompiler makes of a graph.
+    """Return what Thunder's own ThunderCompiler makes of a graph.
 
     From torch 2.12 on Thunder 0.2.6 traces into the lazy recompilation of dynamo's graph modules and fails: force it
     first, and have none made inside. Unnecessary from the first Thunder release whose thunderfx runs on torch 2.12."""
@@ -282,8 +284,10 @@ def original_thunderfx(compiler: Any, gm: torch.fx.GraphModule, inputs: Sequence
 
 
 def alias_nvfuser() -> None:
-    """nvFuser wheels from 0.2.36 on have the package `nvfuser_direct` alone, from which Thunder 0.2.6 imports all but
-    one function. Unnecessary from the first Thunder release that takes `compute_tensor_descriptor` from there too."""
+    """Register an alias `nvfuser` of `nvfuser_direct` with the one function that Thunder 0.2.6 looks for there.
+
+    nvFuser wheels from 0.2.36 on have `nvfuser_direct` alone, and Thunder takes everything else from it.
+    Unnecessary from the first Thunder release that takes `compute_tensor_descriptor` from there, too."""
     direct = sys.modules.get("nvfuser_direct")
     if direct is None or "nvfuser" in sys.modules or importlib.util.find_spec("nvfuser") is not None:
         return

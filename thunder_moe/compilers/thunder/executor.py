@@ -84,7 +84,7 @@ def _grouped_mm_lookaside(
 def _lookaside(symbol: Any) -> Callable[..., Any]:
     def call(*args: Any, **kwargs: Any) -> Any:
         _join_compilation()
-        # Proxies have dtypes of Thunder's, operators take those of torch.
+        # Proxies have Thunder's dtypes, operators take torch's.
         options = {name: to_torch_dtype(value) if isinstance(value, dtype) else value for name, value in kwargs.items()}
         return symbol(*args, **options)
 

@@ -1,7 +1,7 @@
 """`LateLookasides`: an executor of Thunder that has lookasides for functions of transformers once these are imported.
 The base of `MoEExecutor` (symbols); imports the thunder_* modules of integrations.huggingface.
 
-`thunder.jit` reads an executor's lookasides when it is called, and by then whatever made the model has been imported.
+`thunder.jit` reads an executor's lookasides when it is called, and by then the model's own modules are imported.
 """
 
 from __future__ import annotations

@@ -68,7 +68,7 @@ def _checker(symbol: Symbol) -> Callable[..., bool]:
 
 
 def refusal(symbol: Symbol, *args: Any, **kwargs: Any) -> str | None:
-    """Return why nvFuser does not run a call of one of the two operators, None when it does. The gates, in order:
+    """Return why nvFuser does not run a call of one of the two operators; None if it does. The checks, in order:
 
     - no argument but the operands, layout and activation_amax differs from its default;
     - everything on one CUDA device, of compute capability exactly 10.0, the only one that the kernel is built for;
@@ -151,7 +151,7 @@ class _Call:
 
     Attributes:
         tensors: the operands, and those of the optional ones that are given.
-        layout: of the block scales.
+        layout: the layout of the block scales.
         activation_amax: known from calibration, or None.
         unknown: the first argument that the translators do not read and that differs from its default; None if none.
     """
@@ -205,7 +205,8 @@ def _gemm(call: _Call, definition: _Definition) -> Any:
     )
 
 
-# What the GEMMs of a fusion share, by the proxies that it is made of; it lives as long as Thunder's map of proxies.
+# Values that the GEMMs of a fusion share, by the proxies that they are made of. They live as long as Thunder's map of
+# proxies.
 _SHARED: weakref.WeakKeyDictionary[Any, dict[Hashable, Any]] = weakref.WeakKeyDictionary()
 
 
@@ -270,8 +271,8 @@ class _Definition:
         self, proxy: TensorProxy, amax: float | None, offsets: TensorProxy, places: TensorProxy | None
     ) -> tuple[Any, ...]:
         """Return the rows as the kernel reads them: fp4 (M, K), e4m3 block scales swizzled and padded by expert, the
-        0-d factor that decodes both, the experts' first rows, and the first rows of their scales (`places`, where
-        given)."""
+        0-d factor that decodes both, the experts' first rows, and the first rows of their scales (`places`, if given).
+        """
         a, (m, k), (starts, _) = self.get(proxy), proxy.shape, self.starts_and_rows(offsets)
         scale_starts = self.scale_starts(offsets) if places is None else self.get(places)
         encode = self._encode_scale(proxy, a, amax, offsets)

@@ -23,10 +23,10 @@ __all__ = ["NVFP4MoE"]
 
 
 class NVFP4MoE(Plugin):
-    """Runs frozen expert GEMMs with NVFP4 weights, ahead of the recipe's transforms and executors.
+    """A plugin that runs frozen expert GEMMs with NVFP4 weights, ahead of the recipe's transforms and executors.
 
     The transform comes first because pruning transforms would drop the checks that it adds to the prologue, the
-    executor because Thunder gives an operation to the first executor that takes it."""
+    executor because Thunder gives an operation to the first executor that accepts it."""
 
     policy = PluginPolicy.PRE
 

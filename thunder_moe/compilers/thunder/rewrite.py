@@ -80,7 +80,8 @@ _OPTION_SAYS = (
 
 
 class NVFP4Rewrite(Transform):
-    """Rewrite what `eligibility.decline_reason` lets through. It keeps no state: one instance serves all traces."""
+    """Rewrites the GEMMs that `eligibility.decline_reason` lets through. It keeps no state: one instance serves all
+    traces."""
 
     def transform_traces_pre_prologue(
         self, prologue_trace: TraceCtx, computation_trace: TraceCtx, epilogue_trace: TraceCtx | None, **kwargs: Any
@@ -163,7 +164,7 @@ def _replace(
     sites, interleaved = (call.sites, call.interleaved) if isinstance(call, SwiGLU) else ((call,), 0)
     format = common_format(*(site.gemm for site in sites))
     symbol = SYMBOLS[format]["grouped_swiglu" if isinstance(call, SwiGLU) else "scaled_grouped_mm"]
-    # In-place operations rename tensors: the operator runs last, and takes the names that the last GEMM has.
+    # In-place operations rename tensors: the operator runs last, and gets the names of the last GEMM's arguments.
     last = max(sites, key=lambda site: site.position)
     a, _, offsets = last.bsym.args[:3]
     (offsets,), clones = _saved(computation, last, offsets)
@@ -259,7 +260,7 @@ def _saved(computation: Computation, site: Site, *operands: TensorProxy) -> tupl
 
 
 def _replace_quantized(packs: dict[tuple[Any, ...], _PackStep], quantized: Quantized) -> tuple[list[BoundSymbol], str]:
-    """Do the same for a call whose weight is in NVFP4 already: it stays as it is where nvFuser declines."""
+    """Replace a call whose weight is in NVFP4 already by nvFuser's; leave it unchanged if nvFuser declines."""
     bsym = quantized.bsym
     with_lora = bsym.sym.id == EXPERTS_LORA[NVFP4.name].id
     listed = nvfuser.is_listed(get_compile_data().executors_list)
@@ -322,7 +323,8 @@ def _pack(packs: dict[tuple[Any, ...], _PackStep], pack: _PackStep) -> tuple[Ten
         stem = weights[0].name if symbol is nvfp4_swizzle else "_and_".join(weight.name for weight in weights)
         likes = symbol.meta(*weights, **pack.options)
         stem += "_swizzled" if likes[0].dtype == dtypes.float4_e2m1fn_x2 else ""
-        # Taken where a weight is packed as it lies and transposed too, or is called as a packed one would be.
+        # The name is taken if a weight is packed both in its own layout and transposed, or if another argument has this
+        # name.
         while any(get_tracectx().has_name(f"{stem}_{part}") for part in _PARTS):
             stem += f"_{len(packs)}"
         traits = dict(device=weights[0].device, requires_grad=False, tags={ProxyTag.STATIC_MEMORY_LOCATION})
@@ -339,7 +341,7 @@ def _conditions(
 ) -> tuple[list[BoundSymbol], list[BoundSymbol]]:
     """Return what the prologue checks at every call before it packs the weights, and what it declares afterwards."""
     checks, declarations = [], []
-    # Whether these are being trained is what `is_hidden_training_forward` says, which Thunder does not guard.
+    # `is_hidden_training_forward` says whether these are being trained; Thunder does not guard it.
     off = (site.weight for site in sites if site.requires_grad and not site.grad_enabled)
     by_mode = {weight.name: weight for weight in off if weight is not None}
     if by_mode:
@@ -352,7 +354,7 @@ def _conditions(
     read = {computation.origin(proxy.name) for call in quantized for proxy in call.bsym.flat_proxy_args} | packed.keys()
     kinds = (prims.PrimIDs.UNPACK_PARAMETER, prims.PrimIDs.UNPACK_BUFFER)
     fetches = [bsym for bsym in prologue.bound_symbols if bsym.sym.id in kinds and bsym.output.name in read]
-    # Transforms of modules (of DDP, say) put other parameters into Thunder's module than the model has.
+    # Transforms of modules (DDP's, for example) replace the model's parameters in Thunder's module.
     if fetches and all(type(t).transform_module is Transform.transform_module for t in get_compile_data().transforms):
         held = [proxy for bsym in fetches for proxy in (bsym.args[0], bsym.output)]
         paths = tuple(tuple(bsym.args[1].split(".")) for bsym in fetches)
@@ -376,14 +378,14 @@ def _fill_computation(
     read: set[str] = set()
     calls = [call for bsym in old.bound_symbols for call in replacements.get(id(bsym), [bsym])]
     for bsym in reversed(calls):
-        # A view that nobody reads is dead; it would keep its weight alive.
+        # A view that nothing reads is dead; it would keep its weight alive.
         if not is_view(bsym) or any(proxy.name in read for proxy in bsym.flat_proxy_outs):
             read |= names_read(bsym)
             body.append(bsym)
     unread = {weight.name for pack in packs for weight in pack.weights} - read
     proxies = [proxy for pack in packs for proxy in pack.packed]
     arguments = [arg for arg in old.args if arg.name not in unread] + proxies
-    # Thunder goes by its arguments to tell whether there is a backward, to which it might move what is changed.
+    # Thunder decides by the arguments whether there is a backward. It might move in-place changes there.
     new.args = tuple(arguments if computation.has_gradients else map(without_gradient, arguments))
     new._siginfo.args = [(arg.name, None) for arg in arguments]
     out = [prims.unpack_trivial.bind(proxy, output=proxy, name=proxy.name) for proxy in proxies]
@@ -406,7 +408,7 @@ def _fill_computation(
 def _flat_args(
     computation: Computation, given: list[Any], unread: set[str]
 ) -> tuple[list[Any], list[tuple[TensorProxy, TensorProxy]]]:
-    """Return the arguments as autograd has to get them, and (alias, renamed argument) of each that is changed.
+    """Return the arguments that autograd has to get, and (alias, renamed argument) of each that is changed.
 
     Thunder 0.2.6 has arguments that are changed in place by their new names here, which loses their gradients. The new
     names still have to be there, without a gradient, or the changes would be made in the backward."""

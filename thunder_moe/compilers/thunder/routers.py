@@ -92,9 +92,9 @@ class Router:
     """A router of a trace that becomes one symbol.
 
     Attributes:
-        match: what it consists of.
-        place: position of the symbol in whose place moe_router goes.
-        replaced: positions of the symbols that go, `place` among them.
+        match: its operations and options.
+        place: position of the symbol that moe_router replaces.
+        replaced: positions of the removed symbols, `place` among them.
         ids: proxy of the chosen experts.
         route: position of a moe_route of its ids, whose results moe_router gives; None without one.
     """
@@ -119,7 +119,7 @@ def find_routers(computation: Computation) -> tuple[list[Router], list[RouterEnt
 
 
 def _router(computation: Computation, graph: _Graph, match: RouterMatch) -> Router | str:
-    """Return the router, or why it stays as it is. The gates, in order."""
+    """Return the router, or why it is not rewritten. The checks run in this order."""
     program, symbols = computation.program, graph.bound_symbols
     reason = reason_against_kernels(graph, match)
     if reason is not None:
@@ -155,7 +155,7 @@ def _router(computation: Computation, graph: _Graph, match: RouterMatch) -> Rout
 
 
 def _unread(graph: _Graph, match: RouterMatch, kept: set[str]) -> set[int]:
-    """Return the operations of a router that nobody reads once moe_router gives scores and ids, which are `kept`."""
+    """Return the operations of a router that nothing reads once moe_router gives scores and ids, which are `kept`."""
     replaced = set(match.operations)
     while True:
         read = {
@@ -169,8 +169,9 @@ def _unread(graph: _Graph, match: RouterMatch, kept: set[str]) -> set[int]:
 
 
 def _renamings(graph: _Graph, own: set[str]) -> set[int] | None:
-    """Return the symbols that give new names to a router's own tensors; None where one renames others with them, which
-    share their memory, so that what the router does in place would be seen in them."""
+    """Return the symbols that give new names to a router's own tensors.
+
+    None if one of them also renames other tensors: these share the memory, so they would see in-place changes."""
     found = set()
     for position, bsym in enumerate(graph.bound_symbols):
         names = {graph.first(proxy.name) for proxy in bsym.flat_proxy_args}

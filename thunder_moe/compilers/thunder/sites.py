@@ -43,13 +43,13 @@ class Site:
 
     Attributes:
         bsym: its symbol.
-        position: of the symbol, or of the one that holds it, among the trace's.
+        position: the position in the trace of the symbol, or of the symbol that contains it.
         gemm: names and sizes.
         weight: the computation's argument that holds the weight, None if none does.
         transposed: that argument is (E, K, N), not (E, N, K).
-        reason: why it stays 16-bit, None when it is rewritten.
+        reason: why it stays 16-bit, None if it is rewritten.
         grad_enabled: the grad mode in force at the GEMM.
-        is_thunder_moe_op: of GroupedLinear or GroupedMLP, whose result is zero past the last row end.
+        is_thunder_moe_op: True for GroupedLinear and GroupedMLP, whose results are zero past the last row end.
     """
 
     bsym: BoundSymbol
@@ -63,18 +63,18 @@ class Site:
 
     @property
     def operands(self) -> tuple[TensorProxy, TensorProxy, TensorProxy]:
-        """(rows, weight, offsets)."""
+        """Return (rows, weight, offsets)."""
         rows, weight, offsets = self.bsym.args[:3]
         return rows, weight, offsets
 
     @property
     def requires_grad(self) -> bool:
-        """Whether the weight does, in whatever mode."""
+        """True if the weight requires a gradient, in any grad mode."""
         return self.weight is not None and self.weight.requires_grad
 
 
 def find_sites(prologue: TraceCtx, computation: Computation) -> list[Site]:
-    """The grouped GEMMs of a trace, those inside of other symbols among them."""
+    """Return the grouped GEMMs of a trace, also those inside of other symbols."""
     names, sites = _qualified_names(prologue), []
     for position, bsym in enumerate(computation.bound_symbols):
         for call in _grouped_mms(bsym):
@@ -125,7 +125,7 @@ def _site(
 
 
 def trained_weights(computation: Computation) -> list[TensorProxy]:
-    """The weights of experts that the computation reads in a training forward."""
+    """Return the weights of experts that the computation reads in a training forward."""
     reads = [step.reads for step in computation.program.steps if step.grad_enabled or is_hidden_training_forward()]
     read = frozenset[object]().union(*reads)
     return [
@@ -205,7 +205,7 @@ def find_swiglu(computation: Computation, sites: list[Site]) -> list[SwiGLU]:
     """Return the SwiGLUs of a trace whose GEMMs are all among the sites; each site is in one at most."""
     graph = _Graph(computation, sites)
     biased = {at for at, bsym in enumerate(graph.symbols) if bsym.sym.id == grouped_bias.id}
-    # Of GEMMs with a bias, only our activation is fused.
+    # For GEMMs with a bias, only our activation is fused.
     found = swiglu.find_swiglu(graph)
     return [block for block in found if graph.kind(block.product) != "mul" or not biased & block.replaced]
 
@@ -213,7 +213,7 @@ def find_swiglu(computation: Computation, sites: list[Site]) -> list[SwiGLU]:
 @dataclass(frozen=True, eq=False)
 class Quantized:
     """A symbol of a module that quantize_ had swapped in already. `tensors`: qdata, scale and global_scale in NVFP4
-    where they are arguments of the computation, in layout "linear"; None otherwise."""
+    if they are arguments of the computation, in layout "linear"; None otherwise."""
 
     bsym: BoundSymbol
     gemm: GroupedGemm
@@ -226,7 +226,7 @@ _WITH_LORA = {symbol.id: BLOCK_FORMATS[format] for format, symbol in EXPERTS_LOR
 
 
 def find_quantized(prologue: TraceCtx, computation: Computation) -> list[Quantized]:
-    """The calls of a trace whose weights are packed already."""
+    """Return the calls of a trace whose weights are packed already."""
     names, found = _qualified_names(prologue), []
     for bsym in computation.bound_symbols:
         with_lora = bsym.sym.id in _WITH_LORA
@@ -259,11 +259,11 @@ def find_quantized(prologue: TraceCtx, computation: Computation) -> list[Quantiz
 
 
 def _is_static(proxy: TensorProxy) -> bool:
-    """Whether an argument is a parameter or buffer, with data that can be quantized ahead of the call."""
+    """True if an argument is a parameter or buffer, with data that can be quantized ahead of the call."""
     return isinstance(proxy, TensorProxy) and ProxyTag.STATIC_MEMORY_LOCATION in proxy.tags
 
 
 def _qualified_names(prologue: TraceCtx) -> dict[str, str]:
-    """Proxy name -> the name of the parameter or buffer that the prologue fetches into it."""
+    """Return a dict: proxy name -> the name of the parameter or buffer that the prologue fetches into it."""
     fetches = (PrimIDs.UNPACK_PARAMETER, PrimIDs.UNPACK_BUFFER)
     return {bsym.output.name: bsym.args[1] for bsym in prologue.bound_symbols if bsym.sym.id in fetches}

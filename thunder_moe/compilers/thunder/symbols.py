@@ -42,7 +42,7 @@ from thunder_moe.ops import activation as _activation  # noqa: E402, F401  (regi
 from thunder_moe.ops import experts_lora as _experts_lora  # noqa: E402, F401  (likewise)
 from thunder_moe.ops import fake_quantize as _fake_quantize  # noqa: E402, F401  (likewise)
 from thunder_moe.ops import scaled_mm as _scaled_mm  # noqa: E402, F401  (likewise)
-from thunder_moe.ops.operator import OPERATORS, Operator, name_in  # noqa: E402
+from thunder_moe.ops.operator import OPERATORS, Operator, op_name_for  # noqa: E402
 from thunder_moe.weight_cache import pad_rows  # noqa: E402
 
 __all__ = [
@@ -72,7 +72,7 @@ OPTION = "moe_format"  # of thunder.jit
 
 
 def decided_before(gemm: GroupedGemm, name: str) -> None:
-    """Leave a GEMM as it is: the value of `OPTION` for graphs that have been rewritten and reported already."""
+    """Leave a GEMM unchanged: the value of `OPTION` for graphs that have been rewritten and reported already."""
 
 
 class MoEExecutor(LateLookasides):
@@ -83,7 +83,7 @@ class MoEExecutor(LateLookasides):
         self._seen: weakref.WeakSet[Any] = weakref.WeakSet()
 
     def record(self, data: Any, decisions: list[Decision], others: Sequence[Others] = ()) -> None:
-        """Record what was decided in a compilation, unless that has happened before it."""
+        """Record what was decided in a compilation, unless its graph was reported before."""
         self._seen.add(data)
         if data.compile_options.get(OPTION) is not decided_before:
             record(data, decisions, others=others)
@@ -110,10 +110,10 @@ def register(
     """Register a symbol of the executor.
 
     Args:
-        name: of the symbol.
+        name: the name of the symbol.
         run: computes it from tensors.
-        gradient: Thunder's grad transform; None: it is a constant to autodiff.
-        meta: makes the proxies of its results; None: they are what `run` makes of tensors without data.
+        gradient: Thunder's grad transform; None: autodiff takes the results for constants.
+        meta: makes the proxies of its results; None to run `run` on tensors without data.
     """
     symbol = EXECUTOR.register_operator(name, meta=meta or _meta(run), fn=run)
     EXECUTOR.register_implementation(symbol, symbol, grad_transform=gradient)
@@ -121,7 +121,7 @@ def register(
 
 
 def _meta(run: Callable[..., Any], signature: inspect.Signature | None = None) -> Callable[..., Any]:
-    """Return the meta function of a torch function; the signature is that by which Thunder fills in defaults."""
+    """Return the meta function of a torch function; Thunder fills in defaults by the signature."""
 
     def meta(*args: Any, **options: Any) -> Any:
         results = run(*map(_without_data, args), **options)
@@ -143,7 +143,8 @@ def _without_data(argument: Any) -> Any:
 
 
 # ---- 16-bit grouped GEMM: a (M, K), b (E, K, N), offsets int32 (E,) row ends
-# `own`: of GroupedLinear, whose result is zero past the last row end, in sizes and dtypes that torch's GEMM lacks.
+# `own`: True for GroupedLinear, whose result is zero past the last row end, also in sizes and dtypes that torch's GEMM
+# lacks.
 
 
 def _grouped_mm_meta(
@@ -225,14 +226,14 @@ def _of_operator(operator: Operator) -> Symbol:
     return symbol
 
 
-_COMPOSED = [name_in("f16a_nvfp4weight_moe_experts", format) for format in BLOCK_FORMATS.values()]
+_COMPOSED = [op_name_for("f16a_nvfp4weight_moe_experts", format) for format in BLOCK_FORMATS.values()]
 OPERATOR_SYMBOLS = {name: _of_operator(operator) for name, operator in OPERATORS.items() if name not in _COMPOSED}
 moe_route, moe_router = OPERATOR_SYMBOLS["moe_route"], OPERATOR_SYMBOLS["moe_router"]
 nvfp4_grouped_mm, nvfp4_grouped_swiglu = OPERATOR_SYMBOLS[_GEMM], OPERATOR_SYMBOLS[_SWIGLU]
 _STEMS = ("scaled_grouped_mm", "grouped_swiglu", "grouped_mm_combine", "scaled_mm")
-# By number format and the end of the operator's name.
+# Symbols by number format and the end of the operator's name.
 SYMBOLS = {
-    format.name: {stem: OPERATOR_SYMBOLS[name_in(f"f16a_nvfp4weight_{stem}", format)] for stem in _STEMS}
+    format.name: {stem: OPERATOR_SYMBOLS[op_name_for(f"f16a_nvfp4weight_{stem}", format)] for stem in _STEMS}
     for format in BLOCK_FORMATS.values()
 }
 EXPERTS_LORA = {format: OPERATOR_SYMBOLS[f"f16a_{format}weight_moe_experts_lora"] for format in BLOCK_FORMATS}

@@ -82,7 +82,7 @@ def _compile(compiler: Any, gm: fx.GraphModule, inputs: Sequence[Any]) -> Callab
     _spell_out_sizes(gm.graph)
     for node in gm.graph.nodes:
         if node.op == "call_function" and node.target is getattr and _is_transpose(node):
-            # Thunder takes it for no view, and moves reads of it past changes of what it views.
+            # Thunder does not know that it is a view, and moves reads of it past changes of its base.
             node.op, node.target, node.args = "call_method", "transpose", (node.args[0], -2, -1)
         elif node.op == "call_function":
             node.target = _taken_by_thunder(node)
@@ -91,7 +91,7 @@ def _compile(compiler: Any, gm: fx.GraphModule, inputs: Sequence[Any]) -> Callab
     compiler.thunder_options = options | {
         OPTION: decided_before,
         "transforms": list(options.get("transforms") or ()),  # Thunder adds to it at each graph
-        # The passes of others move reads of a tensor past its changes in place.
+        # Passes of other executors move reads of a tensor past its in-place changes.
         "executors": [EXECUTOR] if changes else executors,
     }
     try:
@@ -102,7 +102,7 @@ def _compile(compiler: Any, gm: fx.GraphModule, inputs: Sequence[Any]) -> Callab
 
 
 def _may_change(node: fx.Node) -> bool:
-    """True if a call may change a tensor in place, by its name, or since nobody reads what it gives."""
+    """True if a call may change a tensor in place, judged by its name, or because nothing reads its result."""
     if node.op not in ("call_function", "call_method"):
         return False
     name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
@@ -111,8 +111,8 @@ def _may_change(node: fx.Node) -> bool:
 
 
 def _add_example_values(gm: fx.GraphModule) -> None:
-    """Give inputs and calls that the rewrite added example values of dynamo's fake mode, as all other nodes have: from
-    them Thunder takes shapes, what has a gradient, and the inputs of what inductor compiles."""
+    """Give inputs and calls that the rewrite added example values of dynamo's fake mode, like all other nodes'. Thunder
+    reads shapes, requires_grad, and the inputs of inductor's graphs from them."""
     tensors = [value_of(node) for node in gm.graph.find_nodes(op="placeholder")]
     mode = next((tensor.fake_mode for tensor in tensors if isinstance(tensor, FakeTensor)), None)
     if mode is None:
@@ -183,7 +183,7 @@ def _taken_by_thunder(node: fx.Node) -> Any:
 
 @cache
 def _marked(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that calls another one, with the mark by which Thunder's splitter knows what it can trace."""
+    """Return a function that calls another one, marked as traceable for Thunder's splitter."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
         return function(*args, **kwargs)

@@ -1,9 +1,9 @@
 """Analysis of a Thunder computation trace: views, storages and readers of each tensor, and the steps of `safety`.
 Called by sites.py and rewrite.py; calls safety.py and eligibility.py.
 
-A trace is functional but for `prims.copy_`, in which every in-place operation ends. The new names that
-Thunder gives a tensor at in-place operations (`prims.update_aliases`) count as one tensor here. A composite
-(``ltorch.chunk``) holds its parts as subsymbols; those without any are the leaves, by which views are followed.
+A trace is functional but for `prims.copy_`: every in-place operation ends in one. The new names that Thunder gives a
+tensor at in-place operations (`prims.update_aliases`) count as one tensor here. A composite (``ltorch.chunk``) holds
+its parts as subsymbols; symbols without any are the leaves, and views are followed through them.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def _sliced(tensor: torch.Tensor, starts: list[int], ends: list[int], strides: l
     return tensor[tuple(map(slice, starts, ends, strides or [1] * tensor.ndim))]
 
 
-# Leaves that may give a view of their first argument, as torch would compute them.
+# Leaves that may return a view of their first argument, with the torch function that computes it.
 _VIEWS: dict[Hashable, Callable[..., torch.Tensor]] = {
     PrimIDs.BROADCAST_IN_DIM: _broadcast,
     PrimIDs.CONVERT_ELEMENT_TYPE: lambda tensor, dtype: tensor.to(dtypes.to_torch_dtype(dtype)),
@@ -58,10 +58,10 @@ _VIEWS: dict[Hashable, Callable[..., torch.Tensor]] = {
     PrimIDs.TRANSPOSE: torch.permute,
     PrimIDs.VIEW: torch.reshape,
 }
-# The others whose output shares memory with their arguments; what is not a prim may do so too.
+# Other prims whose output shares memory with their arguments; symbols that are not prims may do so, too.
 _ALIASES = {*_VIEWS, PrimIDs.BITCAST, PrimIDs.COPY_, PrimIDs.DEVICE_PUT, PrimIDs.IMAG, PrimIDs.REAL, PrimIDs.SINK}
 _ALIASES |= {PrimIDs.UNFOLD, PrimIDs.UPDATE_ALIASES}
-# Symbols that Thunder inserts, in no particular grad mode.
+# Symbols that Thunder inserts, without a grad mode of their own.
 _WITHOUT_MODE = {PrimIDs.UNPACK_TRIVIAL, PrimIDs.UPDATE_ALIASES}
 
 
@@ -77,7 +77,7 @@ class Computation:
     """One pass over a computation trace, before autodiff.
 
     Attributes:
-        bound_symbols: of the trace; a position is an index of these.
+        bound_symbols: the bound symbols of the trace; a position is an index of these.
         arguments: the trace's arguments by name.
         readers: name -> positions of the symbols that read it, the trace's output among them.
         position: name -> position of the symbol that makes it.
@@ -211,7 +211,7 @@ def leaves(bsym: BoundSymbol) -> Iterator[BoundSymbol]:
 
 
 def is_view(bsym: BoundSymbol) -> bool:
-    """True if a symbol whose outputs nobody reads can go: a view, or another function of torch without effects."""
+    """True if a symbol whose outputs nothing reads can go: a view, or another function of torch without effects."""
     return all(leaf.sym.id in _VIEWS or _has_tag(leaf, OpTags.AUTO_REGISTERED) for leaf in leaves(bsym))
 
 
@@ -227,7 +227,7 @@ def names_read(bsym: BoundSymbol) -> set[str]:
 
 
 def _source(leaf: BoundSymbol, name: str) -> str:
-    """Return the tensor of which a leaf gives `name`: the first operand, but for renamings and copies."""
+    """Return the tensor that a leaf makes `name` of: the first operand, except for renamings and copies."""
     if leaf.sym.id == PrimIDs.UPDATE_ALIASES:
         position = next(i for i, proxy in enumerate(leaf.flat_proxy_outs) if proxy.name == name)
     else:
@@ -236,11 +236,11 @@ def _source(leaf: BoundSymbol, name: str) -> str:
 
 
 def _replay(leaf: BoundSymbol, tensor: torch.Tensor) -> torch.Tensor | None:
-    """Run a leaf on a meta tensor in the place of its first operand; None for what is no view."""
+    """Run a leaf on a meta tensor instead of its first operand; None if the leaf is not a view."""
     if leaf.sym.id in (PrimIDs.UPDATE_ALIASES, PrimIDs.COPY_):
         return tensor
     function = _VIEWS.get(leaf.sym.id)
-    # swapdims, detach, bfloat16, ...; what as_strided gives depends on the strides, which proxies do not have.
+    # swapdims, detach, bfloat16, ...; the result of as_strided depends on the strides, which proxies do not have.
     if function is None and _has_tag(leaf, OpTags.AUTO_REGISTERED) and leaf.sym.name != "as_strided":
         function = getattr(torch.Tensor, leaf.sym.name, None)
     if function is None or len(leaf.flat_proxy_args) != 1 or leaf.args[0] is not leaf.flat_proxy_args[0]:

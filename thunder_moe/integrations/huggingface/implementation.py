@@ -32,7 +32,7 @@ from thunder_moe.nn.lora import LoRALinear
 from thunder_moe.ops.experts import moe_experts
 from thunder_moe.ops.experts_lora import moe_experts_lora
 from thunder_moe.ops.grouped_mm import operands
-from thunder_moe.ops.operator import name_in
+from thunder_moe.ops.operator import op_name_for
 from thunder_moe.routing import expert_of_row, gather_rows, invert, live_rows, sort_by_expert
 from thunder_moe.weight_cache import stacked_layout
 
@@ -86,7 +86,7 @@ def run_experts(
     if on_input is not None:
         rows = rows * on_input.flatten()[row_slot, None].to(rows.dtype)
     rows = torch.where(live, rows, 0)
-    grouped_mm = getattr(ops, name_in("f16a_nvfp4weight_scaled_grouped_mm", gate_up.format))
+    grouped_mm = getattr(ops, op_name_for("f16a_nvfp4weight_scaled_grouped_mm", gate_up.format))
     of_rows = grouped_mm(rows, *operands(gate_up), offsets, layout=gate_up.layout)
     rows = of_rows if first is None else first.plus_lora(of_rows, rows, offsets)
     if gate_up_bias is not None:
@@ -94,7 +94,7 @@ def run_experts(
     rows = torch.where(live, rows, 0)
     rows = apply_gate(module, own_class, rows, form.interleaved) if form.gated else module.act_fn(rows)
     if not form.post_norm and second is None:
-        combine = getattr(ops, name_in("f16a_nvfp4weight_grouped_mm_combine", down.format))
+        combine = getattr(ops, op_name_for("f16a_nvfp4weight_grouped_mm_combine", down.format))
         out = combine(rows, *operands(down), offsets, slot_row, on_output, down_bias, layout=down.layout)
         return out
     of_rows = grouped_mm(rows, *operands(down), offsets, layout=down.layout)

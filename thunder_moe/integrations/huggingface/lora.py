@@ -40,7 +40,7 @@ from thunder_moe.integrations.huggingface.lora_files import (
 )
 from thunder_moe.integrations.huggingface.lora_targets import Target, is_named, is_of_4_bits, targets
 from thunder_moe.nn.lora import LoRASpec
-from thunder_moe.nn.packed import NVFP4Module
+from thunder_moe.nn.packed import PackedModule
 
 try:
     import peft
@@ -136,7 +136,7 @@ class _WithExperts(peft.PeftModel):
     def get_nb_trainable_parameters(self) -> tuple[int, int]:
         """Count parameters, for `print_trainable_parameters`, with the packed weights, which are buffers, among all."""
         trainable, total = super().get_nb_trainable_parameters()
-        packed = (module for module in self.modules() if isinstance(module, NVFP4Module))
+        packed = (module for module in self.modules() if isinstance(module, PackedModule))
         return trainable, total + sum(math.prod(module.packed_weight.shape) for module in packed)
 
     def save_pretrained(

@@ -31,7 +31,7 @@ from thunder_moe.integrations.huggingface.saving import forget_quantization
 from thunder_moe.integrations.huggingface.sharded_forward import local_of, sharding_of
 from thunder_moe.integrations.huggingface.sharding import refuse_parallel
 from thunder_moe.nn.linear import NVFP4LinearPart
-from thunder_moe.nn.packed import NVFP4Module
+from thunder_moe.nn.packed import PackedModule
 from thunder_moe.quantization.choose import choose_modules, non_finite_problem
 from thunder_moe.quantization.dense_linears import DenseLinears
 from thunder_moe.quantization.families import ExpertFamily, Quantization
@@ -250,7 +250,7 @@ class _Unit:
             parent = self._model.get_submodule(path)
             new = replace_module(module, place, [(parent, key)], convert, "quantizing")
             packed = (
-                each for each in (*new.modules(), *parent.children()) if isinstance(each, NVFP4Module | NVFP4Experts)
+                each for each in (*new.modules(), *parent.children()) if isinstance(each, PackedModule | NVFP4Experts)
             )
             mark_initialized(*packed)
             places.append((parent, key, place.name))

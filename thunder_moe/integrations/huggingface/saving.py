@@ -31,7 +31,7 @@ from thunder_moe.integrations.huggingface.configs import METHOD, ON_LOAD
 from thunder_moe.integrations.huggingface.lora_targets import refuse_left_out
 from thunder_moe.integrations.huggingface.state_dicts import load_by_checkpoint_names
 from thunder_moe.integrations.huggingface.writing import is_shared, write_model
-from thunder_moe.nn.packed import NVFP4Module
+from thunder_moe.nn.packed import PackedModule
 from thunder_moe.quantization.quantize import dequantize_, dequantize_with_
 from thunder_moe.scratch import lock, remove_leftovers, scratch_directory
 
@@ -187,7 +187,7 @@ class QuantizedModel(OtherMethods):
         count: int = super().num_parameters(only_trainable, exclude_embeddings)  # type: ignore[misc]
         if only_trainable:
             return count
-        packed = {id(module.qdata): module for module in self.modules() if isinstance(module, NVFP4Module)}
+        packed = {id(module.qdata): module for module in self.modules() if isinstance(module, PackedModule)}
         for module in packed.values():
             _, _, parts = module.process_part or (0, 0, 1)
             count += parts * math.prod(module.packed_weight.shape)
@@ -238,7 +238,7 @@ def mark_quantized(model: nn.Module) -> None:
 
 
 def _is_quantized(model: nn.Module) -> bool:
-    return any(isinstance(module, NVFP4Module) for module in model.modules())
+    return any(isinstance(module, PackedModule) for module in model.modules())
 
 
 def prepared_names(model: nn.Module) -> dict[str, str]:

@@ -28,7 +28,7 @@ from thunder_moe.integrations.huggingface.experts import NVFP4Experts
 from thunder_moe.integrations.huggingface.sharding import refuse_part
 from thunder_moe.kernels.select import lay_out
 from thunder_moe.nn.linear import NVFP4Linear, NVFP4LinearPart, NVFP4LinearStack
-from thunder_moe.nn.packed import NVFP4Module
+from thunder_moe.nn.packed import PackedModule
 
 __all__ = ["load_by_checkpoint_names"]
 
@@ -137,7 +137,7 @@ def _dense(
     return decode_dense_weight(tensors, module, "cpu"), tensors.tensors.get(f"{source}.bias")  # type: ignore[arg-type]
 
 
-def _set(name: str, module: NVFP4Module, weight: PackedWeight, bias: Tensor | None = None) -> dict[str, Any]:
+def _set(name: str, module: PackedModule, weight: PackedWeight, bias: Tensor | None = None) -> dict[str, Any]:
     """Give a module its weight, whose global scale may have another shape than before; return its state dict."""
     weight = weight.to(module.qdata.device)
     module.set_weight(lay_out(weight, "auto" if module.auto_layout else module.layout))

@@ -28,7 +28,7 @@ from thunder_moe.kernels.select import runs_on_cuda, select
 from thunder_moe.ops.checks import ACTIVATION_DTYPES
 from thunder_moe.ops.experts import moe_experts
 from thunder_moe.ops.grouped_mm import operands
-from thunder_moe.ops.operator import name_in
+from thunder_moe.ops.operator import op_name_for
 from thunder_moe.routing import gather_rows
 
 __all__ = ["FIELDS", "FUSED_ACTIVATIONS", "SWIGLUOAI_FORM", "ThunderExperts", "grouped_operator", "unsupported_reason"]
@@ -47,7 +47,7 @@ _CAPABILITIES = ((8, 0), (10, 0))
 
 def grouped_operator(name: str, rows: Tensor, weight: PackedWeight, offsets: Tensor, *more: Any) -> Tensor:
     """Run an operator on rows (M, K): the one of this NVFP4 name, or its counterpart for the weight's number format."""
-    operator = getattr(torch.ops.thunder_moe, name_in(name, weight.format))
+    operator = getattr(torch.ops.thunder_moe, op_name_for(name, weight.format))
     out: Tensor = operator(rows, *operands(weight), offsets, *more, layout=weight.layout)
     return out
 

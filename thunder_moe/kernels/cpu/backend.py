@@ -29,8 +29,8 @@ from thunder_moe.activations import SWIGLU, SwiGLUConfig
 from thunder_moe.formats.block_format import MXFP8, NVFP4, BlockFormat
 from thunder_moe.formats.weight import PackedWeight
 from thunder_moe.kernels import code_cache, host_code
-from thunder_moe.kernels.arguments import DTYPE_CODES, dtype_code, floats, pointer
-from thunder_moe.kernels.cpu.crossover import NEVER, ROWS, Limits, limits_by_hand, limits_for
+from thunder_moe.kernels.arguments import DTYPE_CODES, as_kernel_float, dtype_code, pointer
+from thunder_moe.kernels.cpu.crossover import NEVER, ROWS, Limits, forced_limits, limits_for
 from thunder_moe.kernels.experts import ExpertsCall, unfused
 from thunder_moe.kernels.forks import ForkLock
 from thunder_moe.kernels.slow_paths import to_linear
@@ -59,7 +59,7 @@ _HEADERS = tuple(
     _SOURCE / name
     for name in ("decode.h", "exact.h", "exp.h", "gemv.h", "numbers.h", "panels.h", "register_tiles.h", "tiles.h")
 )
-# Without the last flag GCC keeps branches in the loops of swiglu_combine.cpp, in case floats trap.
+# Without the last flag GCC keeps branches in the loops of swiglu_combine.cpp, because float operations might trap.
 _FLAGS = ("-std=c++17", "-O3", "-fPIC", "-fno-trapping-math")
 
 _lock = ForkLock()
@@ -69,7 +69,7 @@ def unavailable_reason(device: torch.device | None = None) -> str | None:
     """Build and load the extension once per process.
 
     Returns:
-        None when the backend can run, else a sentence that says why not. Never raises.
+        None if the backend can run, else a sentence that says why not. Never raises.
     """
     return _loaded()[1]
 
@@ -85,7 +85,7 @@ def grouped_mm(activation: Tensor, weight: PackedWeight, offsets: Tensor) -> Ten
     """Multiply each expert's rows by its weight: out[m] = activation[m] @ w[e].T, accumulated in fp32.
 
     Products are exact: a weight without its global scale is a bf16 number, the global scale multiplies the fp32 sum.
-    Weights are decoded a slice at a time, of experts that have rows. Deterministic, whatever the number of threads.
+    Weights are decoded a slice at a time, of experts that have rows. The number of threads does not change the result.
 
     Returns:
         (M, N) in activation's dtype; rows at or past offsets[-1] are zero.
@@ -110,12 +110,12 @@ def grouped_swiglu(
     bias: Tensor | None = None,
     form: SwiGLUConfig = SWIGLU,
 ) -> Tensor:
-    """Rows (M, K), or tokens (T, K) with row_slot (M,); weight (E, 2I, K) with the gate's rows first -> (M, I)."""
+    """Return (M, I) of rows (M, K), or of tokens (T, K) with row_slot (M,); weight (E, 2I, K) has gate rows first."""
     offsets = offsets.contiguous()
     gate_up = grouped_mm(gather_rows(activation, row_slot), weight, offsets)
     rows, inner = gate_up.shape[0], gate_up.shape[1] // 2
     out = gate_up.new_empty(rows, inner)
-    row_scale, (bias, *of_bias) = floats(scale_of_rows(slot_scale, row_slot)), _bias(bias, offsets)
+    row_scale, (bias, *of_bias) = as_kernel_float(scale_of_rows(slot_scale, row_slot)), _bias(bias, offsets)
     numbers = (form.alpha, math.inf if form.limit is None else form.limit, form.up_shift)
     shape = (DTYPE_CODES[gate_up.dtype], rows, inner)
     _extension().thunder_moe_swiglu(
@@ -132,7 +132,7 @@ def grouped_mm_combine(
     slot_weight: Tensor | None,
     bias: Tensor | None,
 ) -> Tensor:
-    """(M, K) -> (T, N): each slot's row, plus bias (E, N), times slot_weight (T, A), summed per token."""
+    """Multiply (M, K) -> (T, N): each slot's row, plus bias (E, N), times slot_weight (T, A), summed per token."""
     offsets = offsets.contiguous()
     rows = grouped_mm(activation, weight, offsets)
     (tokens, top_k), n = slot_row.shape, rows.shape[1]
@@ -146,22 +146,22 @@ def grouped_mm_combine(
 
 
 def moe_experts(call: ExpertsCall) -> Tensor:
-    """The experts of a layer, step by step: (T, H), or the rows (M, H) of a call that is not summed."""
+    """Run the experts of a layer step by step; return (T, H), or the rows (M, H) of a call that is not summed."""
     return unfused(sys.modules[__name__], call)
 
 
 def _bias(bias: Tensor | None, offsets: Tensor) -> tuple[Tensor | None, int, int, int]:
-    """(bias, its dtype, the pointer of the row ends, num_experts), as the kernels of swiglu_combine.cpp take them."""
-    bias = floats(bias)
+    """Return (bias, its dtype, the pointer of the row ends, num_experts) for the kernels of swiglu_combine.cpp."""
+    bias = as_kernel_float(bias)
     return bias, dtype_code(bias), offsets.data_ptr(), offsets.shape[0]
 
 
 def grouped_mm_dgrad(grad: Tensor, weight: PackedWeight, offsets: Tensor) -> Tensor:
     """Multiply each expert's rows of the output gradient by its weight: (M, N) -> (M, K), out[m] = grad[m] @ w[e].
 
-    16-bit gradients are multiplied by panels of decoded weights where the CPU has that kernel. Else one expert at a
-    time is decoded and given to torch.mm, fp16 as fp32, whose torch.mm is far faster (64 rows, N=768, K=2048, one
-    thread: 218 ms in fp16, 2.0 ms in fp32, 0.5 ms in bf16).
+    16-bit gradients are multiplied by panels of decoded weights where the CPU has that kernel. Otherwise one
+    expert at a time is decoded and given to torch.mm. For fp16 that is torch.mm in fp32, which is far faster (64 rows,
+    N=768, K=2048, one thread: 218 ms in fp16, 2.0 ms in fp32, 0.5 ms in bf16).
 
     Returns:
         (M, K) in grad's dtype; rows at or past offsets[-1] are zero.
@@ -181,19 +181,19 @@ def grouped_mm_dgrad(grad: Tensor, weight: PackedWeight, offsets: Tensor) -> Ten
 
 
 def mm(activation: Tensor, weight: PackedWeight, bias: Tensor | None = None) -> Tensor:
-    """(M, K), a weight (1, N, K), bias (N,) -> (M, N) in the activation's dtype: one group."""
+    """Multiply (M, K) by a weight (1, N, K), plus bias (N,): -> (M, N) in the activation's dtype, as one group."""
     out = grouped_mm(activation, weight, torch.tensor([activation.shape[0]], dtype=torch.int32))
     return out if bias is None else out.add_(bias.detach())
 
 
 def mm_dgrad(grad: Tensor, weight: PackedWeight) -> Tensor:
-    """Gradient (M, N) of `mm`'s output -> gradient (M, K) of its activation."""
+    """Return the gradient (M, K) of `mm`'s activation, from the gradient (M, N) of its output."""
     return grouped_mm_dgrad(grad, weight, torch.tensor([grad.shape[0]], dtype=torch.int32))
 
 
 @dataclasses.dataclass(frozen=True)
 class _Linear:
-    """A weight in layout "linear", contiguous, as the kernels read it; global_scale is None where there is none."""
+    """A weight in layout "linear", contiguous, as the kernels read it; global_scale is None if there is none."""
 
     qdata: Tensor
     scale: Tensor
@@ -202,7 +202,7 @@ class _Linear:
 
     @property
     def shape(self) -> tuple[int, int, int]:
-        """(E, N, K)."""
+        """Return (E, N, K)."""
         experts, n, codes = self.qdata.shape
         return experts, n, codes * self.format.codes_per_byte
 
@@ -215,24 +215,24 @@ class _Linear:
 
     @property
     def number(self) -> int:
-        """The format's, in src/numbers.h."""
+        """Return the format's number in src/numbers.h."""
         return FORMATS.index(self.format.name)
 
     def expert(self, index: int) -> _Linear:
-        """The weight of one expert."""
+        """Return the weight of one expert."""
         one = slice(index, index + 1)
         global_scale = None if self.global_scale is None else self.global_scale[one]
         return _Linear(self.qdata[one], self.scale[one], global_scale, self.format)
 
 
 def _linear(weight: PackedWeight) -> _Linear:
-    """A copy only where the weight is not linear and contiguous already."""
+    """Return a linear, contiguous weight: a copy only if it is not already."""
     qdata, scale, *rest = (tensor.contiguous() for tensor in to_linear(weight).tensors())
     return _Linear(qdata, scale, rest[0] if rest else None, weight.format)
 
 
 def _grouped_mm_into(out: Tensor, activation: Tensor, weight: _Linear, offsets: Tensor, limits: Limits) -> None:
-    """The products of experts with fewer than limits.mm rows; all tensors are contiguous."""
+    """Multiply the rows of experts with fewer than limits.mm rows; all tensors are contiguous."""
     rows = (activation.data_ptr(), activation.shape[0])
     shape = (offsets.data_ptr(), *weight.shape, DTYPE_CODES[activation.dtype], weight.number)
     kernels = (limits.mm - 1, limits.gemv, limits.tiles, limits.panel, limits.fma, limits.fp32_slices)
@@ -264,7 +264,7 @@ def _dequantize_into(out: Tensor, weight: _Linear) -> None:
 
 
 def route(expert_ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
-    """(T, A) -> row_slot int32 (M,), offsets int32 (E,), slot_row int32 (T, A)."""
+    """Sort slots by expert: (T, A) -> row_slot int32 (M,), offsets int32 (E,), slot_row int32 (T, A)."""
     expert_ids = expert_ids.contiguous()
     slots, wide = expert_ids.numel(), expert_ids.dtype == torch.int64
     row_slot, offsets = (torch.empty(size, dtype=torch.int32) for size in (slots, num_experts))
@@ -276,7 +276,7 @@ def route(expert_ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]
 def router(
     logits: Tensor, bias: Tensor | None, form: RouterConfig, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """(T, E), (E,) -> scores (T, A) in a dtype, ids int64 (T, A), row_slot, offsets and slot_row, as `moe_router`."""
+    """Route (T, E), (E,) -> scores (T, A) in a dtype, int64 ids (T, A), row_slot, offsets, slot_row (`moe_router`)."""
     bias = None if bias is None else bias.detach().float().contiguous()
     run = _router_of(tuple(logits.shape), form, logits.dtype, dtype)
     results: tuple[Tensor, Tensor, Tensor, Tensor, Tensor] = run(logits.detach().contiguous(), bias)
@@ -330,14 +330,14 @@ def _extension() -> ctypes.CDLL:
 
 _DOTS, _PANELS, _FMA, _TILES = 1, 2, 4, 8  # of thunder_moe_kernels()
 # (N, K) of the experts with which kernels are timed, 0.3 MB each, and how many take turns: more than an L2 cache holds,
-# since those of a model are not in it either. Among weights in L2, tiles won by 2 where they lost by 2 in a model.
+# because a model's experts are not in it either. With weights in L2, tiles won by 2 where they lost by 2 in a model.
 _MEASURED, _EXPERTS = (256, 2048), 48
 
 
 def _limits(dtype: torch.dtype, format: BlockFormat = NVFP4) -> Limits:
-    """Which kernel serves how many rows, of those that this CPU, the dtype and torch's flags have."""
+    """Return which kernel serves how many rows, among the kernels that this CPU, the dtype and torch's flags allow."""
     onednn = torch._C._get_mkldnn_enabled()  # torch.backends.mkldnn.flags(enabled=False)
-    limits = limits_by_hand()
+    limits = forced_limits()
     if limits is None:
         return _measured_limits(dtype, onednn, format)
     return limits if "panel" in _kernels(dtype, onednn, format) else dataclasses.replace(limits, panel=NEVER)
@@ -355,14 +355,14 @@ def _measured_limits(dtype: torch.dtype, onednn: bool, format: BlockFormat) -> L
 
 
 def _gradient_by_panels(dtype: torch.dtype) -> bool:
-    """True if panels serve the gradient: wherever they run, at any number of rows, unless limits by hand forbid it."""
-    limits = limits_by_hand() or Limits(panel=1)
+    """True if panels serve the gradient: if this CPU runs them, for any number of rows, unless `limits_are` forbids."""
+    limits = forced_limits() or Limits(panel=1)
     return limits.panel != NEVER and "panel" in _kernels(dtype, torch._C._get_mkldnn_enabled())
 
 
 @functools.cache
 def _kernels(dtype: torch.dtype, onednn: bool, format: BlockFormat = NVFP4) -> dict[str, Limits]:
-    """name -> limits with which all rows take that kernel, while torch may use oneDNN or not."""
+    """Return a dict: kernel name -> limits that give it all rows; `onednn` says if torch may use oneDNN."""
     kernels, built = {"slice": Limits()}, int(_extension().thunder_moe_kernels())
     if dtype != torch.float32 and built & _DOTS:
         kernels["dots"] = Limits(gemv=NEVER)
@@ -380,7 +380,7 @@ def _kernels(dtype: torch.dtype, onednn: bool, format: BlockFormat = NVFP4) -> d
 
 
 def _seconds(dtype: torch.dtype, rows: int, limits: Limits, format: BlockFormat = NVFP4) -> float:
-    """One product of an expert with `rows` rows in this thread alone; infinite where oneDNN has no such kernel."""
+    """Time one product of an expert with `rows` rows in this thread alone; infinite if oneDNN has no such kernel."""
     library, (activation, out, weights) = _extension(), _operands(dtype, format)
     weight = weights.expert(next(_turns) % _EXPERTS)
     offsets = torch.tensor([rows], dtype=torch.int32)
@@ -402,7 +402,7 @@ _turns = itertools.count()
 
 @functools.lru_cache(maxsize=1)
 def _operands(dtype: torch.dtype, format: BlockFormat) -> tuple[Tensor, Tensor, _Linear]:
-    """Activation, output and weight to be timed; without a random number, whose generator belongs to the user."""
+    """Make activation, output and weight to be timed; without a random number, whose generator belongs to the user."""
     n, k = _MEASURED
     codes = (torch.arange(n * k // format.codes_per_byte) * 167 % 127).to(torch.uint8)  # 127 would be NaN in E4M3
     scale = torch.ones(1, n, k // format.block_size).to(format.scale_dtype).repeat(_EXPERTS, 1, 1)
@@ -417,7 +417,7 @@ def _operands(dtype: torch.dtype, format: BlockFormat) -> tuple[Tensor, Tensor, 
 
 @functools.cache
 def _cpu_flags() -> frozenset[str]:
-    """Instruction sets of this CPU as Linux lists them, or what `platform` says elsewhere."""
+    """Return the instruction sets of this CPU as Linux lists them, or what `platform` says elsewhere."""
     words = {platform.machine(), platform.processor()}
     with contextlib.suppress(OSError), open("/proc/cpuinfo") as lines:
         for key, _, value in (line.partition(":") for line in lines):
@@ -459,7 +459,7 @@ def _load() -> ctypes.CDLL:
 
 @functools.cache
 def _parts() -> tuple[str, ...]:
-    """Everything that the library depends on beside the compiler: sources, flags, CPU and torch."""
+    """Return everything that the library depends on beside the compiler: sources, flags, CPU and torch."""
     texts = [file.read_text() for file in (*_SOURCES, *_HEADERS)]
     return (*texts, *_FLAGS, torch.__version__, *sorted(_cpu_flags()))
 
@@ -475,7 +475,7 @@ def _compile() -> bytes:
 
 
 def _native_flag(compiler: list[str]) -> tuple[list[str], bool]:
-    """(the flag with which a compiler uses all instructions of this CPU, if it has one; whether it is a clang)."""
+    """Return the flag, if any, that lets a compiler use all instructions of this CPU, and True for a clang."""
     for flag in ("-march=native", "-mcpu=native"):
         probe = [*compiler, flag, "-x", "c++", "-dM", "-E", os.devnull]
         run = subprocess.run(probe, capture_output=True, text=True, errors="replace", check=False)

@@ -22,7 +22,7 @@ import torch
 from thunder_moe.kernels import code_cache
 from thunder_moe.kernels.forks import ForkLock
 
-__all__ = ["NEVER", "ROWS", "Limits", "limits_are", "limits_by_hand", "limits_for"]
+__all__ = ["NEVER", "ROWS", "Limits", "forced_limits", "limits_are", "limits_for"]
 
 NEVER = 1 << 40
 ROWS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 128, 256)
@@ -42,19 +42,19 @@ _forced: Limits | None = None
 
 @dataclass(frozen=True)
 class Limits:
-    """Rows per expert at which kernels take over from each other; where several limits hold, the first of these.
+    """Rows per expert at which kernels take over from each other; if several limits hold, the first of them counts.
 
     Attributes:
-        gemv: an expert with at most that many rows takes a gemv kernel,
-        fma: the one by fp32 multiply-adds, else that by bf16 dot products.
-        tiles: one with at most that many takes tiles of a matrix unit.
-        panel: one with at least that many takes the panel kernel.
-        mm: one with at least that many is dequantized and multiplied by torch.mm.
-        All others take the slice kernel,
-        fp32_slices: also those of bf16 rows in fp32, else these by bf16 dot products.
+        gemv: an expert with at most that many rows takes a gemv kernel.
+        fma: True for the gemv kernel with fp32 multiply-adds, False for the one with bf16 dot products.
+        tiles: an expert with at most that many rows takes tiles of a matrix unit.
+        panel: an expert with at least that many rows takes the panel kernel.
+        mm: an expert with at least that many rows is dequantized and multiplied by torch.mm.
+        fp32_slices: True if the slice kernel, which serves all other experts, computes in fp32 for bf16 rows, too;
+            False for bf16 dot products.
 
     Raises:
-        ValueError: a number of rows that none of this can be, which would leave rows to no kernel.
+        ValueError: a limit that is not a valid number of rows, with which no kernel would serve some rows.
     """
 
     gemv: int = 0
@@ -73,9 +73,9 @@ class Limits:
 
 @contextlib.contextmanager
 def limits_are(limits: Limits) -> Iterator[None]:
-    """Sets the limits of all dtypes and threads while the context is open, instead of those that were measured.
+    """Set the limits of all dtypes and threads while the context is open, instead of the measured ones.
 
-    A kernel that the CPU or the dtype lacks is not taken, whatever its limit.
+    A kernel that the CPU or the dtype lacks is never taken.
     """
     global _forced
     before, _forced = _forced, limits
@@ -85,8 +85,8 @@ def limits_are(limits: Limits) -> Iterator[None]:
         _forced = before
 
 
-def limits_by_hand() -> Limits | None:
-    """The limits that an open `limits_are` sets."""
+def forced_limits() -> Limits | None:
+    """Return the limits that an open `limits_are` sets."""
     return _forced
 
 
@@ -98,15 +98,15 @@ def limits_for(
     machine: str,
     format: str = "",
 ) -> Limits:
-    """The limits for a dtype: those of this process, else those of the file, else measured.
+    """Return the limits for a dtype: already used in this process, else read from the file, else measured.
 
     Args:
-        dtype: of the activations.
-        kernels: name -> limits with which all rows take that kernel; of SLICES there is one.
+        dtype: the dtype of the activations.
+        kernels: name -> limits with which all rows take that kernel; exactly one of SLICES is among them.
         seconds: dtype, rows, limits -> the time of one product; math.inf where the kernel fails.
-        file: where limits are kept, by machine and dtype.
+        file: the file that keeps limits, by machine and dtype.
         machine: the CPU's name.
-        format: of the weights, where it is not NVFP4.
+        format: the weights' number format; "" for NVFP4.
     """
     # oneDNN's kernels may be absent, by a flag or an environment variable.
     name = f"{dtype}{' ' + format if format else ''}: {', '.join(sorted(kernels))}"
@@ -147,7 +147,7 @@ def measure(
     kernels: Mapping[str, Limits],
     seconds: Callable[[torch.dtype, int, Limits], float],
 ) -> dict[int, dict[str, float]]:
-    """rows -> kernel -> the least seconds of a few rounds, in which the kernels take turns."""
+    """Return rows -> kernel -> the least seconds of a few rounds; the kernels take turns in each round."""
     times: dict[int, dict[str, float]] = {}
     for rows in ROWS:
         running = {
@@ -162,7 +162,7 @@ def measure(
 
 
 def best_limits(times: Mapping[int, Mapping[str, float]]) -> Limits:
-    """The limits whose kernels take least time, as the geometric mean over the numbers of rows that were measured."""
+    """Return the limits whose kernels take the least time, as the geometric mean over the measured numbers of rows."""
     rows = sorted(times)
     names = set().union(*times.values())
     many = next((name for name in ("panel", "mm") if name in names), None)
@@ -174,7 +174,7 @@ def best_limits(times: Mapping[int, Mapping[str, float]]) -> Limits:
     none = [0.0] + [math.inf] * len(rows)
     most, best = range(len(rows) + 1), (math.inf, Limits())
     few, slices = [name for name in GEMVS if name in names] or [""], [name for name in SLICES if name in names]
-    # The first `a` numbers of rows take a gemv kernel, those up to `b` tiles, from `c` on `many`, others slices.
+    # The first `a` numbers of rows take a gemv kernel, the next up to `b` tiles, from `c` on `many`, all others slices.
     for gemv, wide, a, b, c in itertools.product(few, slices, most, most, most):
         if not a <= b <= c:
             continue
@@ -192,7 +192,7 @@ def best_limits(times: Mapping[int, Mapping[str, float]]) -> Limits:
 
 
 def _between(rows: list[int], start: int) -> int:
-    """The number of rows half way between the one measured before `start` and `start`."""
+    """Return the number of rows half way between the one measured before `start` and `start`."""
     if start == NEVER:
         return NEVER
     before = max((row for row in rows if row < start), default=start - 1)
@@ -200,7 +200,7 @@ def _between(rows: list[int], start: int) -> int:
 
 
 def _read(file: pathlib.Path) -> dict[str, dict[str, list[int]]]:
-    """machine -> dtype -> numbers; without what a file that was damaged, or is not this user's, holds instead."""
+    """Return machine -> dtype -> numbers, without the entries of a file that was damaged or is not this user's."""
     try:
         contents = json.loads(code_cache.read_own(file))
     except OSError:
@@ -221,6 +221,6 @@ def _are_numbers(numbers: object) -> bool:
 
 
 def _write(file: pathlib.Path, contents: Mapping[str, object]) -> None:
-    """A directory that cannot be written is not an error."""
+    """Write the file; a directory that cannot be written is not an error."""
     with contextlib.suppress(OSError):
         code_cache.replace(file, json.dumps(contents, indent=1).encode())

@@ -43,7 +43,7 @@ class GemmArguments(ctypes.Structure):
         *((name, ctypes.c_int) for name in ("global_per_row", "slot_scale_dtype", "bias_dtype")),
         *((name, ctypes.c_float) for name in ("alpha", "limit", "up_shift")),
         ("tile_counter", ctypes.c_void_p),
-        *((name, ctypes.c_int) for name in ("read_once", "late_x")),
+        *((name, ctypes.c_int) for name in ("read_once", "x_from_previous_kernel")),
     )
 
 
@@ -116,7 +116,10 @@ class CombineArguments(ctypes.Structure):
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("rows", "slot_row", "slot_weight", "out")),
-        *((name, ctypes.c_int) for name in ("num_rows", "tokens", "top_k", "n", "slot_weight_dtype", "late_rows")),
+        *(
+            (name, ctypes.c_int)
+            for name in ("num_rows", "tokens", "top_k", "n", "slot_weight_dtype", "rows_from_previous_kernel")
+        ),
     )
 
 

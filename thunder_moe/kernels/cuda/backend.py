@@ -4,7 +4,7 @@ of src/*.cu, for operands in the form that those read.
 
 Float32 rows run on kernels/reference.py, with a warning. The gradient of 16-bit rows is a grouped GEMM with dequantized
 weights (linear.py, or torch's where that is faster). For many rows on SM90, weights in layout "linear" are converted
-first (many_rows.py). Nothing synchronizes with the host.
+first (prefill.py). Nothing synchronizes with the host.
 Offsets, row_slot and slot_row are not trusted: nothing out of range is read or written (`row_end` of grouped_mm.cuh,
 `slot_of_row` of common.cuh), and the results of such rows are undefined.
 """
@@ -26,7 +26,7 @@ from thunder_moe.formats.tiled_64x64 import scale_table
 from thunder_moe.formats.weight import PackedWeight, WeightOperands
 from thunder_moe.kernels import reference
 from thunder_moe.kernels.arguments import dtype_code, pointer
-from thunder_moe.kernels.cuda import chain, configs, many_rows, nvrtc, operators, prepared
+from thunder_moe.kernels.cuda import chain, configs, nvrtc, operators, prefill, prepared
 from thunder_moe.kernels.cuda import router as routers
 from thunder_moe.kernels.cuda.arguments import (
     DequantizeArguments,
@@ -37,7 +37,7 @@ from thunder_moe.kernels.cuda.arguments import (
 from thunder_moe.kernels.cuda.configs import COMMON, TILED, GemmConfig
 from thunder_moe.kernels.cuda.launch import launch
 from thunder_moe.kernels.cuda.linear import MAX_EXPERTS
-from thunder_moe.kernels.cuda.operands import aligned, floats, operands_of, target, weight_spec
+from thunder_moe.kernels.cuda.operands import aligned, as_kernel_float, operands_of, target, weight_spec
 from thunder_moe.kernels.cuda.prepared import DEQUANTIZE, ELEMENTWISE_THREADS, ROUTE, elementwise_blocks
 from thunder_moe.kernels.experts import ExpertsCall, unfused
 from thunder_moe.kernels.slow_paths import to_linear, warn_once
@@ -69,11 +69,11 @@ _QUANTIZE = (COMMON, COMMON.with_name("dequantize.cu"), COMMON.with_name("quanti
 _QUANTIZE_BLOCKS = 16384  # of a launch, about
 _SWIGLU = (COMMON, COMMON.with_name("swiglu.cu"))
 FORMATS = configs.FORMATS
-Packed = TypeVar("Packed", bound=PackedWeight)
+WeightT = TypeVar("WeightT", bound=PackedWeight)
 
 
 def unavailable_reason(device: torch.device | None = None) -> str | None:
-    """Return None when the backend can run on a device (by default the current one), else the reason in words."""
+    """Return None if the backend can run on a device (by default the current one), else the reason in words."""
     if not torch.cuda.is_available():
         return "torch finds no CUDA device"
     capability = torch.cuda.get_device_capability(device)
@@ -85,16 +85,16 @@ def unavailable_reason(device: torch.device | None = None) -> str | None:
 def grouped_mm(
     activation: Tensor, weight: PackedWeight, offsets: Tensor, *, config: GemmConfig | None = None
 ) -> Tensor:
-    """(M, K) rows sorted by expert, offsets (E,) row ends -> (M, N) in the activation's dtype."""
+    """Multiply (M, K) rows sorted by expert, with offsets (E,) of row ends: -> (M, N) in the activation's dtype."""
     if _runs_on_reference(activation, weight):
         return reference.grouped_mm(activation, weight.to_layout(LINEAR), offsets)
     rows = activation.shape[0]
     if rows == 0 or weight.shape[1] == 0:
         return activation.new_empty(rows, weight.shape[1])
     weight, activation, offsets = _for_rows(weight, rows, config), aligned(activation.detach()), offsets.contiguous()
-    if config is None and _way(weight, rows) == many_rows.IN_16_BITS:
+    if config is None and _prefill_strategy(weight, rows) == prefill.DEQUANTIZE_FIRST:
         values = dequantize(weight, activation.dtype)
-        return many_rows.multiply(activation, values, offsets, target(activation.device))
+        return prefill.multiply(activation, values, offsets, target(activation.device))
     return _run("scaled_grouped_mm", weight, config, activation, operands_of(weight), offsets)
 
 
@@ -109,7 +109,7 @@ def grouped_swiglu(
     *,
     config: GemmConfig | None = None,
 ) -> Tensor:
-    """Rows (M, K), or tokens (T, K) with row_slot (M,); weight (E, 2I, K) with the gate's rows first -> (M, I)."""
+    """Return (M, I) of rows (M, K), or of tokens (T, K) with row_slot (M,); weight (E, 2I, K) has gate rows first."""
     if _runs_on_reference(activation, weight):
         return reference.grouped_swiglu(activation, weight.to_layout(LINEAR), offsets, row_slot, slot_scale, bias, form)
     rows, features = (activation if row_slot is None else row_slot).shape[0], weight.shape[1] // 2
@@ -117,12 +117,13 @@ def grouped_swiglu(
         return activation.new_empty(rows, features)
     weight = _for_rows(weight, rows, config)
     split_blocks = weight.layout == TILED and features % 64 != 0  # they have rows of gate and of up
-    if split_blocks or (config is None and _way(weight, rows) == many_rows.IN_16_BITS):
+    if split_blocks or (config is None and _prefill_strategy(weight, rows) == prefill.DEQUANTIZE_FIRST):
         gate_up = grouped_mm(gather_rows(activation, row_slot), weight, offsets)
         return swiglu(gate_up, offsets, row_slot, slot_scale, bias, form)
     row_slot = None if row_slot is None else row_slot.contiguous()
     operands = aligned(activation.detach()), operands_of(weight), offsets.contiguous()
-    return _run("grouped_swiglu", weight, config, *operands, row_slot, floats(slot_scale), floats(bias), form=form)
+    slot_scale, bias = as_kernel_float(slot_scale), as_kernel_float(bias)
+    return _run("grouped_swiglu", weight, config, *operands, row_slot, slot_scale, bias, form=form)
 
 
 def grouped_mm_combine(
@@ -133,16 +134,17 @@ def grouped_mm_combine(
     slot_weight: Tensor | None,
     bias: Tensor | None,
 ) -> Tensor:
-    """(M, K) -> (T, N): each slot's row, plus bias (E, N), times slot_weight (T, A), summed per token."""
+    """Multiply (M, K) -> (T, N): each slot's row, plus bias (E, N), times slot_weight (T, A), summed per token."""
     if _runs_on_reference(activation, weight):
         return reference.grouped_mm_combine(activation, weight.to_layout(LINEAR), offsets, slot_row, slot_weight, bias)
     rows, n = activation.shape[0], weight.shape[1]
     if rows == 0 or n == 0 or slot_row.numel() == 0:
         return activation.new_zeros(slot_row.shape[0], n)
     weight, offsets = _for_rows(weight, rows), offsets.contiguous()
-    operands, bias = (aligned(activation.detach()), operands_of(weight), offsets), floats(bias)
-    if n % 2 == 0 and (bias is not None or _way(weight, rows) != many_rows.IN_16_BITS):
-        return _run("grouped_mm_combine", weight, None, *operands, slot_row.contiguous(), floats(slot_weight), bias)
+    operands, bias = (aligned(activation.detach()), operands_of(weight), offsets), as_kernel_float(bias)
+    if n % 2 == 0 and (bias is not None or _prefill_strategy(weight, rows) != prefill.DEQUANTIZE_FIRST):
+        routing = slot_row.contiguous(), as_kernel_float(slot_weight)
+        return _run("grouped_mm_combine", weight, None, *operands, *routing, bias)
     if bias is None:
         product = grouped_mm(activation, weight, offsets)
     else:
@@ -156,11 +158,11 @@ def moe_experts(
     configs: tuple[GemmConfig | None, GemmConfig | None] = (None, None),
     out: Tensor | None = None,
 ) -> Tensor:
-    """Compute what `unfused` computes by this module, bit for bit, by a chain of kernels where one serves it.
+    """Compute what `unfused` computes by this module, bit for bit, by a chain of kernels if one serves it.
 
     Args:
         call: the operands.
-        configs: of the two GEMMs, in place of those that are best.
+        configs: the configurations of the two GEMMs; None for the best ones.
         out: contiguous (T, H) that the result is written into.
     """
     if not _runs_on_reference(call.hidden_states, call.gate_up) and call.expert_ids.numel():
@@ -171,8 +173,9 @@ def moe_experts(
         call = call._replace(gate_up=_readable(gate_up), down=_readable(down))
         order = (None, None, None) if call.order is None else tuple(each.contiguous() for each in call.order)
         args = (
-            aligned(call.hidden_states.detach()), call.expert_ids.contiguous(), floats(call.expert_weights),
-            operands_of(call.gate_up), operands_of(call.down), floats(call.gate_up_bias), floats(call.down_bias),
+            aligned(call.hidden_states.detach()), call.expert_ids.contiguous(), as_kernel_float(call.expert_weights),
+            operands_of(call.gate_up), operands_of(call.down),
+            as_kernel_float(call.gate_up_bias), as_kernel_float(call.down_bias),
             *order, out,
         )  # fmt: skip
         options = dict(
@@ -187,7 +190,7 @@ def moe_experts(
 
 
 def grouped_mm_dgrad(grad: Tensor, weight: PackedWeight, offsets: Tensor) -> Tensor:
-    """Gradient (M, N) of `grouped_mm`'s output -> gradient (M, K) of its activation."""
+    """Return the gradient (M, K) of `grouped_mm`'s activation, from the gradient (M, N) of its output."""
     _, n, k = weight.shape
     if grad.dtype == torch.float32:
         _warn_of_reference("gradients of activations in float32", grad, weight, "train in bfloat16 or float16")
@@ -212,7 +215,7 @@ def _warn_of_odd_features(n: int) -> None:
 def mm(
     activation: Tensor, weight: PackedWeight, bias: Tensor | None = None, *, config: GemmConfig | None = None
 ) -> Tensor:
-    """(M, K), a weight (1, N, K), bias (N,) -> (M, N) in the activation's dtype: one group that ends at M."""
+    """Multiply (M, K) by a weight (1, N, K), plus bias (N,): -> (M, N) in the activation's dtype, as one group of M."""
     if _runs_on_reference(activation, weight):
         return reference.mm(activation, weight.to_layout(LINEAR), bias)
     rows, n = activation.shape[0], weight.shape[1]
@@ -221,11 +224,11 @@ def mm(
     weight = _for_rows(weight, rows, config)
     codes, scale, global_scale, *_ = operands_of(weight)  # of the one group
     operands = WeightOperands(codes[0], scale[0], None if global_scale is None else global_scale[0], weight.format)
-    return _run("scaled_mm", weight, config, aligned(activation.detach()), operands, floats(bias))
+    return _run("scaled_mm", weight, config, aligned(activation.detach()), operands, as_kernel_float(bias))
 
 
 def mm_dgrad(grad: Tensor, weight: PackedWeight) -> Tensor:
-    """Gradient (M, N) of `mm`'s output -> gradient (M, K) of its activation."""
+    """Return the gradient (M, K) of `mm`'s activation, from the gradient (M, N) of its output."""
     if _runs_on_reference(grad, weight):
         return reference.mm_dgrad(grad, weight.to_layout(LINEAR))
     with torch.autocast("cuda", enabled=False):
@@ -233,11 +236,11 @@ def mm_dgrad(grad: Tensor, weight: PackedWeight) -> Tensor:
 
 
 def combine(rows: Tensor, slot_row: Tensor, slot_weight: Tensor | None, *, out: Tensor | None = None) -> Tensor:
-    """(M, N) -> (T, N), contiguous and in `out` where it is given: each slot's row, times slot_weight (T, A), summed
+    """Sum (M, N) -> (T, N), contiguous and in `out` if it is given: each slot's row, times slot_weight (T, A), summed
     per token."""
     if rows.numel() == 0 or slot_row.numel() == 0:
         return rows.new_zeros(slot_row.shape[0], rows.shape[1]) if out is None else out.zero_()
-    summed: Tensor = operators.run("combine", aligned(rows), slot_row.contiguous(), floats(slot_weight), out)
+    summed: Tensor = operators.run("combine", aligned(rows), slot_row.contiguous(), as_kernel_float(slot_weight), out)
     return summed
 
 
@@ -249,12 +252,12 @@ def swiglu(
     bias: Tensor | None,
     form: SwiGLUConfig,
 ) -> Tensor:
-    """(M, 2I) of a GEMM -> (M, I): times slot_scale, plus bias (E, 2I), then the activation, in float32."""
+    """Activate (M, 2I) of a GEMM -> (M, I): times slot_scale, plus bias (E, 2I), then the activation, in float32."""
     rows, features = gate_up.shape[0], gate_up.shape[1] // 2
     out = gate_up.new_empty(rows, features)
     if out.numel() == 0:
         return out
-    offsets, slot_scale, bias = offsets.contiguous(), floats(slot_scale), floats(bias)
+    offsets, slot_scale, bias = offsets.contiguous(), as_kernel_float(slot_scale), as_kernel_float(bias)
     row_slot = None if row_slot is None else row_slot.contiguous()
     tensors = (gate_up, offsets, row_slot, slot_scale, bias, out)
     argument = SwigluArguments(
@@ -281,7 +284,7 @@ def dequantize(weight: PackedWeight, dtype: torch.dtype) -> Tensor:
 
 
 def route(expert_ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
-    """(T, A) -> row_slot int32 (M,), offsets int32 (E,), slot_row int32 (T, A)."""
+    """Sort slots by expert: (T, A) -> row_slot int32 (M,), offsets int32 (E,), slot_row int32 (T, A)."""
     if expert_ids.numel() == 0 or num_experts > MAX_EXPERTS:
         return reference.route(expert_ids, num_experts)
     order: tuple[Tensor, Tensor, Tensor] = operators.run("moe_route", expert_ids.contiguous(), num_experts)
@@ -291,7 +294,7 @@ def route(expert_ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]
 def router(
     logits: Tensor, bias: Tensor | None, form: RouterConfig, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """(T, E), (E,) -> scores (T, A) in a dtype, ids int64 (T, A), row_slot, offsets and slot_row, as `moe_router`."""
+    """Route (T, E), (E,) -> scores (T, A) in a dtype, int64 ids (T, A), row_slot, offsets, slot_row (`moe_router`)."""
     reason = routers.unserved_reason(logits.shape[1], form)
     if reason is not None:
         warn_once(("router", reason), f"no CUDA kernel serves a router with {reason}: plain torch, about ten launches")
@@ -299,7 +302,7 @@ def router(
         return reference.router(logits, bias, form, dtype)
     options = dict(vars(form), scores_dtype=None if dtype == logits.dtype else dtype)
     results: tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
-    results = operators.run("moe_router", aligned(logits), floats(bias), **options)
+    results = operators.run("moe_router", aligned(logits), as_kernel_float(bias), **options)
     return results
 
 
@@ -312,21 +315,21 @@ def linear_router(
     logits_dtype: torch.dtype,
     dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """(T, H), (E, H) -> what `router` gives for the logits, and the logits (T, E), as `moe_linear_router`."""
+    """Route (T, H), (E, H) -> the results of `router`, and the logits (T, E), like `moe_linear_router`."""
     if not routers.serves_linear((hidden.shape[0], weight.shape[0]), hidden.shape[1], form, hidden.dtype):
         return routing.linear_router(hidden, weight, linear_bias, bias, form, logits_dtype, dtype, choose=router)
     dtypes = dict(logits_dtype=logits_dtype, scores_dtype=dtype)
     options = {name: None if value == hidden.dtype else value for name, value in dtypes.items()} | vars(form)
-    operands = aligned(hidden), aligned(weight), floats(linear_bias), floats(bias)
+    operands = aligned(hidden), aligned(weight), as_kernel_float(linear_bias), as_kernel_float(bias)
     results: tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
     results = operators.run("moe_linear_router", *operands, **options)
     return results
 
 
 def row_starts(offsets: Tensor, rows: int) -> Tensor:
-    """Offsets (E,) -> int32 (E + 1,): 0 and the offsets, clamped so that they never decrease nor exceed `rows`.
+    """Return int32 (E + 1,): 0 and the offsets (E,), clamped so that they never decrease nor exceed `rows`.
 
-    For torch's grouped GEMM, which trusts its offsets.
+    torch's grouped GEMM needs them, because it trusts its offsets.
     """
     offsets = offsets.contiguous()
     starts = offsets.new_empty(offsets.shape[0] + 1)
@@ -360,8 +363,8 @@ def _warn_of_reference(what: str, activation: Tensor, weight: PackedWeight, reme
     )
 
 
-def to_tiled(weight: Packed) -> Packed:
-    """A weight in layout "linear" in layout "tiled_64x64", as `PackedWeight.to_layout` gives it.
+def to_tiled(weight: WeightT) -> WeightT:
+    """Return a weight in layout "linear" in layout "tiled_64x64", as `PackedWeight.to_layout` gives it.
 
     The callers have checked that the layout fits.
     """
@@ -373,14 +376,13 @@ def to_tiled(weight: Packed) -> Packed:
     kernel = "write_tiled" if of_nvfp4 else "write_tiled_mxfp8"
     launch_per_block((kernel,), tensors, weight.shape, weight.format.block_size)
     tiled: Any = weight
-    return cast("Packed", replace(tiled, qdata=qdata, scale=scale, layout=TILED))
+    return cast("WeightT", replace(tiled, qdata=qdata, scale=scale, layout=TILED))
 
 
 def launch_per_block(
     kernels: tuple[str, ...], tensors: tuple[Tensor | None, ...], shape: tuple[int, ...], block_size: int
 ) -> None:
-    """Launches kernels one after the other of src/quantize.cu on the tensors of a weight (E, N, K), a thread for
-    each block of weights."""
+    """Launch kernels of src/quantize.cu in turn on the tensors of a weight (E, N, K), one thread per block."""
     experts, n, k = shape
     (device,) = {tensor.device for tensor in tensors if tensor is not None}
     threads = n * (k // block_size)  # of an expert
@@ -390,28 +392,28 @@ def launch_per_block(
         launch(_QUANTIZE, kernel, ELEMENTWISE_THREADS, 0, experts * per_expert, argument, device)
 
 
-def _way(weight: PackedWeight, rows: int) -> str | None:
-    """Return how so many rows are multiplied by a weight: one of `many_rows.WAYS`, or None."""
+def _prefill_strategy(weight: PackedWeight, rows: int) -> str | None:
+    """Return how so many rows are multiplied by a weight: one of `prefill.STRATEGIES`, or None."""
     capability = target(weight.device).capability
-    return many_rows.way(weight.layout, weight.shape, weight.format.name, rows, capability)
+    return prefill.strategy(weight.layout, weight.shape, weight.format.name, rows, capability)
 
 
-def _for_rows(weight: Packed, rows: int, config: GemmConfig | None = None) -> Packed:
-    """The weight in the layout in which so many rows are multiplied, for a given configuration in its layout."""
+def _for_rows(weight: WeightT, rows: int, config: GemmConfig | None = None) -> WeightT:
+    """Return the weight in the layout of a given configuration, or else in the layout for so many rows."""
     if config is not None:
         return weight.to_layout(config.layout)
-    return to_tiled(weight) if _way(weight, rows) == many_rows.IN_TILES else _readable(weight)
+    return to_tiled(weight) if _prefill_strategy(weight, rows) == prefill.RETILE_FIRST else _readable(weight)
 
 
-def _readable(weight: Packed) -> Packed:
-    """The weight in a layout that kernels read."""
+def _readable(weight: WeightT) -> WeightT:
+    """Return the weight in a layout that kernels read."""
     return weight if weight.layout == TILED else to_linear(weight)
 
 
 def _run(
     name: str, weight: PackedWeight, config: GemmConfig | None, *args: Any, form: SwiGLUConfig | None = None
 ) -> Tensor:
-    """The result of an operator of packed weights."""
+    """Return the result of an operator of packed weights."""
     options: dict[str, Any] = dict(layout=weight.layout, **({} if form is None else _form_options(form)))
     if config is not None:
         options["config"] = config
@@ -420,10 +422,10 @@ def _run(
 
 
 def _form_options(form: SwiGLUConfig) -> dict[str, float | None]:
-    """The options of an activation as operators have them: a limit of 7, from a config, is 7.0."""
+    """Return the options of an activation for operators, as floats: a limit of 7, from a config, becomes 7.0."""
     return {name: None if value is None else float(value) for name, value in vars(form).items()}
 
 
 def _name(name: str, weight: PackedWeight) -> str:
-    """The whole name of an operator, for the format of a weight."""
+    """Return the whole name of an operator, for the format of a weight."""
     return f"f16a_{weight.format.name}weight_{name}"

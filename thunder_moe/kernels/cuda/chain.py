@@ -35,24 +35,24 @@ _ALIGNED = 256  # bytes: of the parts of the scratch memory
 
 
 class Chain(Protocol):
-    """A chain of launches on a device. Any thread may call it, whichever device is the current one."""
+    """A chain of launches on a device. Any thread may call it, with any current device."""
 
     def __call__(self, *operands: Any, **options: Any) -> Any:
         """Launch on the current stream of the chain's device and return the result, or a tuple of several.
 
-        None, and nothing is launched, for operands or options of another kind than the chain's.
+        Return None and launch nothing for operands or options of another kind than the chain's.
         """
 
 
 class Address(NamedTuple):
-    """Names an address of a later call: of an operand, a result, scratch memory or semaphores, and bytes behind it."""
+    """A symbolic address in a later call: an operand, result, scratch memory or semaphores, plus an offset in bytes."""
 
     source: int
     number: int
     offset: int = 0
 
-    def behind(self, offset: int) -> Address:
-        """The address so many bytes behind this one."""
+    def plus(self, offset: int) -> Address:
+        """Return the address `offset` bytes behind this one."""
         return self._replace(offset=self.offset + offset)
 
 
@@ -72,7 +72,7 @@ class ChainBuilder:
     """Describes the operands of a chain, in their order, its results and its launches, in theirs.
 
     Args:
-        device: of all tensors, with an index.
+        device: the device of all tensors; it has an index.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -141,9 +141,10 @@ class ChainBuilder:
 
         Args:
             sources, expression, threads, shared_bytes, argument: as in `nvrtc.kernel`.
-            blocks: of the grid.
-            fields: of the argument and of the structs in it, in order; None for no pointer.
-            multiprocessors: of the device, for persistent kernels: at most as many blocks are launched as run at once.
+            blocks: the number of blocks of the grid.
+            fields: the values of the argument's and its structs' fields, in order; None for a null pointer.
+            multiprocessors: the number of multiprocessors of the device, for persistent kernels: at most as many blocks
+                are launched as run at once.
         """
         places = list(_places(argument))
         assert len(places) == len(fields), (argument, len(places), len(fields))
@@ -162,7 +163,7 @@ class ChainBuilder:
         self._launches.append((int(kernel.function), config, bytes(content), patches, maps, kernel))
 
     def build(self) -> Chain:
-        """The chain."""
+        """Return the chain."""
         functions = launch.current_stream, nvrtc.bind_context, _tensor_map, nvrtc.raise_error, self._index
         chain: Chain = _extension().build(
             self._operands, self._options, self._results, self._launches, self._semaphores, self._scratch,
@@ -172,7 +173,7 @@ class ChainBuilder:
 
 
 def launched(chain: Chain | Any, *operands: Any, **options: Any) -> Any:
-    """The result of a chain for operands and options that have to be of its kind.
+    """Return the result of a chain for operands and options that have to be of its kind.
 
     Raises:
         ValueError: they are not.
@@ -214,7 +215,7 @@ def _tensor_map(address: int, numbers: tuple[int, int, int]) -> bytes:
 
 @functools.cache
 def missing_reason() -> str | None:
-    """Return None when chains can run, else a sentence that says what is missing; compile chain.cpp on first use."""
+    """Return None if chains can run, else a sentence that says what is missing; compile chain.cpp on first use."""
     try:
         _extension()
     except Exception as error:  # of the compiler, the file system or the loader
@@ -226,7 +227,7 @@ _LOCK = ForkLock()
 
 
 def _extension() -> Any:
-    """The compiled chain.cpp, by the first thread that asks."""
+    """Return the compiled chain.cpp, by the first thread that asks."""
     with _LOCK:
         return _load_extension()
 

@@ -1,4 +1,4 @@
-"""Which CUDA kernel runs a grouped GEMM, with which template parameters: the best measured one, else one by rule.
+"""Chooses the CUDA kernel of a grouped GEMM and its template parameters: the best measured ones, else by rule.
 Called by plan.py, operators.py and low_rank.py beside it, and by benchmarks/suites/tune.py, which writes configs.json;
 calls arguments.py.
 """
@@ -52,12 +52,12 @@ _FILES = {
     "tiled_wgmma": ("wgmma.cuh", *_TILED_FILES, "tiled_wgmma.cu"),
     "tiled_cluster": ("wgmma.cuh", "pipeline.cuh", "tiled_cluster.cu"),
 }
-# Of "tiled_mma": blocks of 64 weight rows of a warpgroup, warpgroups along N and K, blocks of 64 k of each per stage.
+# For "tiled_mma": blocks of 64 weight rows of a warpgroup, warpgroups along N and K, blocks of 64 k of each per stage.
 _TILED_MMA_SPLITS = (
     (1, 1, 3, 2), (1, 1, 4, 1), (1, 1, 4, 2), (1, 1, 4, 4), (1, 2, 1, 4), (1, 2, 2, 1), (1, 2, 2, 4), (2, 1, 2, 2),
     (2, 1, 2, 4), (2, 1, 3, 2), (2, 1, 4, 1), (2, 1, 4, 2), (2, 2, 1, 4), (2, 2, 2, 2), (4, 1, 2, 2), (4, 1, 4, 1),
 )  # fmt: skip
-# Of "tiled_wgmma": blocks of 8 tokens; blocks of 64 weight rows of a warpgroup, warpgroups, blocks of 64 k of a stage,
+# For "tiled_wgmma": blocks of 8 tokens; blocks of 64 weight rows of a warpgroup, warpgroups, blocks of 64 k of a stage,
 # for up to 12 blocks of tokens and for more; the most blocks of accumulators that registers hold, by warpgroups.
 _TILED_WGMMA_TOKENS = (2, 4, 6, 8, 9, 10, 12, 14, 16, 18, 20, 22, 24, 32)
 _TILED_WGMMA_SMALL = (
@@ -66,7 +66,7 @@ _TILED_WGMMA_SMALL = (
 )  # fmt: skip
 _TILED_WGMMA_LARGE = ((1, 2, 1), (1, 2, 2), (1, 3, 1), (1, 3, 2), (2, 2, 1))
 _TILED_WGMMA_SUMS = {2: 44, 3: 24, 4: 12}
-# Of "tiled_cluster": warpgroups along N and K, blocks of 64 k of each per stage; the most blocks of 8 tokens that
+# For "tiled_cluster": warpgroups along N and K, blocks of 64 k of each per stage; the most blocks of 8 tokens that
 # registers hold, by warpgroups; clusters of 1, 2, ... blocks that run at once on the 132 multiprocessors of an H200.
 _TILED_CLUSTER_SPLITS = (
     (1, 1, 2), (1, 1, 4), (1, 1, 8), (1, 2, 1), (1, 2, 2), (1, 2, 4), (1, 4, 2), (2, 1, 1), (2, 1, 2), (2, 1, 4),
@@ -104,9 +104,9 @@ class GemmConfig:
         depth: chunks of weights in flight (1, 2 or 4) for "split", stages of tokens for "staged" and "wgmma"; blocks of
             64 k of a warpgroup in a stage for "tiled_mma" and "tiled_cluster", of a stage for "tiled_wgmma"; for the
             latter two K has to be a multiple of a stage.
-        stream_k: of the kernels of tiled weights, whether blocks share tiles where some of them would have none.
-        splits: of "tiled_cluster", blocks of a cluster, which share the K of a tile.
-        format: of the weights, one of `FORMATS`.
+        stream_k: for kernels of tiled weights: True if blocks share tiles when some blocks would have none.
+        splits: for "tiled_cluster", the number of blocks in a cluster; they share the K of a tile.
+        format: the number format of the weights, one of `FORMATS`.
     """
 
     kernel: str
@@ -121,18 +121,18 @@ class GemmConfig:
 
     @property
     def sources(self) -> tuple[Path, ...]:
-        """The files that make up the kernel's source."""
+        """Return the files that make up the kernel's source."""
         files = "ptx.cuh", f"{self.format}.cuh", "grouped_mm.cuh", *_FILES[self.kernel]
         return COMMON, *(COMMON.with_name(file) for file in files)
 
     @property
     def argument(self) -> type[ctypes.Structure]:
-        """The struct that the kernel takes."""
+        """Return the struct that the kernel takes."""
         return TmaGemmArguments if self.kernel in ("tiled_wgmma", "tiled_cluster") else GemmArguments
 
     @property
     def layout(self) -> str:
-        """The layout of weights that the kernel reads."""
+        """Return the layout of weights that the kernel reads."""
         return TILED if self.kernel.startswith("tiled") else LINEAR
 
     @property
@@ -150,7 +150,7 @@ class GemmConfig:
 
     @property
     def least_k(self) -> int:
-        """The least K that gives work to every warp along K."""
+        """Return the least K that gives work to every warp along K."""
         return self.warps_k * CHUNK if self.layout != TILED else self.splits * self.warps_k * self.depth * 64
 
     def fitted(self, k: int) -> GemmConfig:
@@ -168,7 +168,7 @@ class GemmConfig:
 
     @property
     def partial_sums(self) -> int:
-        """Float32 accumulators of a tile, which blocks that share it exchange."""
+        """Return the number of float32 accumulators of a tile, which blocks that share it exchange."""
         return self.warps_n * self.row_blocks * self.token_blocks * 512
 
     @property
@@ -182,10 +182,10 @@ class GemmConfig:
 
     @property
     def _other_bytes(self) -> int:
-        """Alignment of the stages, and what lies behind them.
+        """Return the bytes for the alignment of the stages, and for what lies behind them.
 
-        For "tiled_mma" partial sums of warpgroups along K, twice; for "tiled_wgmma" one more footer, and scales of rows
-        for SwiGLU.
+        Behind the stages lie, for "tiled_mma", partial sums of warpgroups along K, twice; for "tiled_wgmma", one more
+        footer, and scales of rows for SwiGLU.
         """
         if self.kernel == "tiled_wgmma":
             return 1024 + 64 + (1024 * self.warps_n if self.row_blocks == 2 else 0)
@@ -198,9 +198,9 @@ class GemmConfig:
 
     @property
     def shared_bytes(self) -> int:
-        """Dynamic shared memory: chunks of 8 * token_blocks tokens, 128 16-bit numbers each.
+        """Return the bytes of dynamic shared memory: chunks of 8 * token_blocks tokens, 128 16-bit numbers each.
 
-        For "wgmma" also codes and scales of each thread and row of weights, and 1 KiB to align it all.
+        "wgmma" also needs codes and scales of each thread and row of weights, and 1 KiB for alignment.
         """
         if self.layout == TILED:
             return self.stages * self._stage_bytes + self._other_bytes
@@ -212,11 +212,11 @@ class GemmConfig:
         return self.depth * (chunk + _ROW_BYTES[self.format] * 2 * self.row_blocks * self.threads) + 1024
 
     def tile_features(self, swiglu: bool) -> int:
-        """Output features of a tile."""
+        """Return the output features of a tile."""
         return self.warps_n * (16 if self.kernel in ("split", "staged") else 64) * (1 if swiglu else self.row_blocks)
 
     def padding(self, rows: float) -> float:
-        """The tokens of the tiles that rows take, relative to the rows."""
+        """Return the tokens in the tiles for so many rows, relative to the rows."""
         return math.ceil(rows / (8 * self.token_blocks)) * 8 * self.token_blocks / rows
 
     def clusters(self, point: Point) -> int:
@@ -225,7 +225,7 @@ class GemmConfig:
         return tiles if self.kernel == "tiled_cluster" else 0
 
     def expression(self, dtype: torch.dtype, swiglu: bool, k: int, scaled: bool = False) -> str:
-        """The C++ name of the kernel; `scaled`: with a slot_scale."""
+        """Return the C++ name of the kernel; `scaled`: with a slot_scale."""
         tiled = self.layout == TILED
         flags = [scaled if tiled else k % CHUNK == 0]
         sizes = [self.token_blocks, self.row_blocks, self.warps_n, self.depth]
@@ -245,7 +245,7 @@ class GemmConfig:
 
 
 class Point(NamedTuple):
-    """The shape that a configuration is chosen by.
+    """The shape by which a configuration is chosen.
 
     Attributes:
         live: experts that can have rows, min(M, E).
@@ -268,8 +268,8 @@ class Point(NamedTuple):
 def choose_config(spec: GemmSpec) -> GemmConfig:
     """Return the configuration of the nearest measured point, or one by rule on devices without any.
 
-    One weight of a shape that was not measured takes clusters by an estimate: how many of its tiles run at once
-    decides, which a near shape may not have in common.
+    A single weight of a shape that was not measured takes clusters by an estimate: the number of its tiles that run at
+    once decides, and a near shape may differ in that.
     """
     rows, num_experts, features, k = spec.rows, spec.num_experts, spec.features, spec.k
     swiglu, capability = spec.activation is not None, spec.target.capability
@@ -283,12 +283,12 @@ def choose_config(spec: GemmSpec) -> GemmConfig:
         cluster = _fastest_cluster(-(-max(rows, 1) // 8) * 8, features, k, format)
         if cluster is not None:
             return cluster
-        # More tiles than run at once: kernels whose blocks take one after the other.
+        # More tiles than run at once: only kernels whose blocks take several tiles in turn.
         measured = [entry for entry in measured if entry[1].kernel != "tiled_cluster"]
     if measured:
-        # Where one tile held an expert's rows when it was measured, it should here: a second one reads the weights
-        # again. Every warp along K should have work. Clusters that ran at once should here. And of many rows of one
-        # weight, a tile should not be emptier.
+        # If one tile held an expert's rows in the measurement, it should here, too: a second one reads the weights
+        # again. Every warp along K should have work. Clusters that ran at once there should do so here. With many rows
+        # of one weight, a tile should not be emptier.
         fits = [
             (at, config)
             for at, config in measured
@@ -297,7 +297,7 @@ def choose_config(spec: GemmSpec) -> GemmConfig:
             and config.clusters(point) <= max(config.clusters(at), _CLUSTERS[config.splits - 1])
             and not (num_experts == 1 and rows > 128 and config.padding(rows) > 1.25 * config.padding(at.rows))
         ]
-        # At a point that has both, what serves one weight alone is the faster one.
+        # If a point has both, the configuration for a single weight is the faster one.
         order = [(at.distance(point), config.kernel != "tiled_cluster", config) for at, config in fits or measured]
         return min(order, key=lambda entry: entry[:2])[2].fitted(k)
     if layout == TILED:
@@ -313,7 +313,7 @@ def most_shared_bytes(capability: tuple[int, int]) -> int:
 def candidates(
     point: Point, swiglu: bool, capability: tuple[int, int], layout: str = LINEAR, format: str = "nvfp4"
 ) -> list[GemmConfig]:
-    """The configurations worth timing at a point: those that won on an H200; "staged" where there is no wgmma."""
+    """Return the configurations worth timing at a point: winners on an H200, and "staged" for devices without wgmma."""
     row_blocks = (2,) if swiglu else (1, 2)
     if layout == TILED:
         return list(_tiled_candidates(point, swiglu, format)) if capability == (9, 0) else []
@@ -336,7 +336,7 @@ def candidates(
 def dense_candidates(
     rows: int, n: int, k: int, capability: tuple[int, int], layout: str = LINEAR, format: str = "nvfp4"
 ) -> list[GemmConfig]:
-    """`candidates` for rows (M, K) and one weight (N, K), with the likeliest of those that only one weight can take."""
+    """Return `candidates` for rows (M, K) and one weight (N, K), and the likeliest that only one weight can take."""
     found = candidates(Point(1, float(rows), n, k), False, capability, layout, format)
     if layout == TILED and capability == (9, 0):
         found += sorted(_cluster_candidates(rows, n, k, format), key=lambda config: _cluster_time(config, n, k))[:40]
@@ -348,7 +348,7 @@ def _cluster_candidates(rows: int, n: int, k: int, format: str) -> Iterator[Gemm
     least = next((c for c in _TILED_CLUSTER_TOKENS if 8 * c >= rows), 0)
     tokens = {least, *(c for c in (8, 12, 16, 24) if 8 * c < rows <= 512)} - {0}
     for c, (warps_n, warps_k, depth), splits in itertools.product(sorted(tokens), _TILED_CLUSTER_SPLITS, range(1, 9)):
-        # Few tokens want deep stages, many leave no room for them.
+        # Few tokens want deep stages; many tokens leave no room for them.
         deep = (2 if c < 12 else 1) <= warps_k * depth <= (8 if c <= 4 else 4)
         if not deep or c > _TILED_CLUSTER_SUMS[format][warps_n * warps_k]:
             continue
@@ -366,11 +366,11 @@ def _fastest_cluster(rows: int, n: int, k: int, format: str) -> GemmConfig | Non
 
 
 def _cluster_time(config: GemmConfig, n: int, k: int) -> float:
-    """Microseconds on an H200 of a "tiled_cluster" all of whose blocks run at once, in a row of calls.
+    """Return the microseconds on an H200 of a "tiled_cluster" whose blocks all run at once, in a row of calls.
 
-    Fitted to 664 timings of four layers at 8 to 256 rows, 9 % off (rms). What it chose for a layer whose timings the
-    fit had not seen was the fastest there at 17 of 23 points, and else at most 17 % slower. Of MXFP8, with its bytes,
-    its choice of ten took 3 % more than the fastest of them at 29 points of five layers, at most 17 %.
+    Fitted to 664 timings of four layers at 8 to 256 rows, 9 % off (rms). For a layer that the fit had not seen, its
+    choice was the fastest at 17 of 23 points, and at most 17 % slower at the others. For MXFP8, with its bytes, its
+    choice among ten took 3 % more than the fastest at 29 points of five layers, at most 17 %.
     """
     c, groups, parts = config.token_blocks, config.warps_n * config.warps_k, config.splits * config.warps_k
     # Blocks of 64 rows by 64 k that a thread block multiplies, and the sums that it sends.
@@ -407,7 +407,7 @@ def _tiled_candidates(point: Point, swiglu: bool, format: str) -> Iterator[GemmC
 def _measured(
     capability: tuple[int, int], swiglu: bool, layout: str, format: str = "nvfp4"
 ) -> list[tuple[Point, GemmConfig]]:
-    """The entries of configs.json for a device, a layout and a format."""
+    """Return the entries of configs.json for a device, a layout and a format."""
     if not MEASURED.exists():
         return []
     entries = json.loads(MEASURED.read_text())["entries"]
@@ -425,7 +425,7 @@ def _by_rule_tiled(point: Point) -> GemmConfig:
 
 
 def _by_rule(point: Point, swiglu: bool, multiprocessors: int, capability: tuple[int, int]) -> GemmConfig:
-    """By the rows per expert and the warps that fill the device; an estimate that was measured on no device."""
+    """Choose by the rows per expert and the warps that fill the device; this estimate was not measured."""
     if capability == (9, 0) and point.rows > 32:
         return GemmConfig("wgmma", 8 if point.rows <= 96 else 16, row_blocks=2, warps_n=2, warps_k=1, depth=4)
     if point.rows > 16:

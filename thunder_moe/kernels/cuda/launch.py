@@ -27,8 +27,8 @@ __all__ = [
     "tensor_map",
 ]
 
-# Of the calling thread, as torch has them (a torch without CUDA has none): the index of the current device, the address
-# of the current stream of a device, whether the current stream of the current device is being captured.
+# torch's functions for the calling thread (None in a torch without CUDA): the index of the current device, the address
+# of a device's current stream, True if the current device's current stream is being captured.
 current_device: Any = getattr(torch._C, "_cuda_getDevice", None)
 current_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)
 is_capturing: Any = getattr(torch._C, "_cuda_isCurrentStreamCapturing", None)
@@ -46,12 +46,13 @@ class LaunchConfig(ctypes.Structure):
 
 
 def config_of(kernel: nvrtc.Kernel, blocks: int, multiprocessors: int | None) -> bytes:
-    """The CUlaunchConfig of a kernel; it points to attributes that the kernel owns.
+    """Return the CUlaunchConfig of a kernel; it points to attributes that the kernel owns.
 
     Args:
         kernel: the kernel.
-        blocks: of the grid.
-        multiprocessors: of the device, for persistent kernels: at most as many blocks are launched as run at once.
+        blocks: the number of blocks of the grid.
+        multiprocessors: the number of multiprocessors of the device, for persistent kernels: at most as many blocks are
+            launched as run at once.
     """
     if multiprocessors is not None:
         blocks = min(blocks, multiprocessors * kernel.blocks_per_multiprocessor)
@@ -70,7 +71,7 @@ def launch(
     device: torch.device,
     multiprocessors: int | None = None,
 ) -> None:
-    """Launch a kernel once, with a struct that is filled in, on the current stream of a device.
+    """Launch a kernel once, with a filled struct, on the current stream of a device.
 
     The arguments are as in `ChainBuilder.launch`.
     """
@@ -90,7 +91,7 @@ def launch(
 
 @functools.lru_cache(maxsize=4096)
 def tensor_map(address: int, rows: int, k: int, box_rows: int) -> bytes:
-    """`TensorMap` of ptx.cuh: a matrix (rows, K) in boxes of box_rows rows by 64 k. It depends on these alone."""
+    """Return the `TensorMap` of ptx.cuh for a matrix (rows, K) in boxes of box_rows rows by 64 k."""
     return nvrtc.tensor_map(address, rows, k, box_rows)
 
 
@@ -99,14 +100,14 @@ _LAUNCH = ctypes.PYFUNCTYPE(ctypes.c_int, *[ctypes.c_void_p] * 4)
 
 @functools.cache
 def launch_address() -> int:
-    """The address of cuLaunchKernelEx(config, function, parameters, extra) -> status."""
+    """Return the address of cuLaunchKernelEx(config, function, parameters, extra) -> status."""
     address = ctypes.cast(_driver().cuLaunchKernelEx, ctypes.c_void_p).value
     assert address is not None
     return address
 
 
 def capture_of(stream: int) -> int:
-    """A number for the capture that a stream takes part in, another one for each of the process; 0 for none."""
+    """Return the number of the capture that a stream takes part in, unique in the process; 0 for none."""
     status, number = ctypes.c_int(), ctypes.c_uint64()
     failed = _capture_function()(stream, ctypes.byref(status), ctypes.byref(number), None, None, None)
     if failed != 0:
@@ -116,7 +117,7 @@ def capture_of(stream: int) -> int:
 
 @functools.cache
 def _capture_function() -> Any:
-    """cuStreamGetCaptureInfo_v2(stream, status*, id*, graph*, dependencies*, their number*) -> status."""
+    """Return cuStreamGetCaptureInfo_v2(stream, status*, id*, graph*, dependencies*, their number*) -> status."""
     function = _driver().cuStreamGetCaptureInfo_v2
     function.argtypes, function.restype = [ctypes.c_void_p] * 6, ctypes.c_int
     return function

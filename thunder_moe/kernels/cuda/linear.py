@@ -1,5 +1,5 @@
 """Grouped GEMMs of 16-bit and float32 weights, or their transposes, by the kernels of src/linear_*.cu.
-Called by training.py, wgrad.py, low_rank.py, many_rows.py and prepared.py beside it; calls chain.py.
+Called by training.py, wgrad.py, low_rank.py, prefill.py and prepared.py beside it; calls chain.py.
 
 Legend: M rows sorted by expert, E experts, N columns of the result, K what is summed over.
 """
@@ -56,13 +56,13 @@ ROWS = {"wgmma": tuple(STAGES), "mma": (32, 128), "any": (32, 64, 128)}  # of a 
 PACKED_STAGES = {64: 9, 192: 5}  # likewise of NVFP4 weights in tiles
 MAX_RANK = 64  # of the kernels of LoRA adapters
 _COLUMNS = 128  # kTileN
-# Rows of an expert, from which on torch's grouped GEMM is taken. Gradient of the rows, H200, us, torch's and "wgmma",
-# equal shares, shares of 1/i. Qwen3-30B-A3B (1536, 2048): 8 rows 284, 207; 293, 207. 64 rows 275, 227; 324, 254. 256
-# rows 343, 367; 471, 451. Mixtral (28672, 4096): 128 rows 510, 490; 789, 634. 1024 rows 2635, 2759; 2977, 3102.
+# The least rows per expert for torch's grouped GEMM. Gradient of the rows, H200, us, torch's and "wgmma", equal shares,
+# shares of 1/i. Qwen3-30B-A3B (1536, 2048): 8 rows 284, 207; 293, 207. 64 rows 275, 227; 324, 254. 256 rows 343, 367;
+# 471, 451. Mixtral (28672, 4096): 128 rows 510, 490; 789, 634. 1024 rows 2635, 2759; 2977, 3102.
 _TORCHS_ROWS = 256
-# Rows of an expert, from which on NVFP4 weights in tiles are dequantized first. Gradient of the rows, H200, us,
-# dequantized and packed: Qwen3-30B-A3B's gate and up, 4 rows 461, 214; 32 rows 481, 217; 128 rows 570, 280;
-# 256 rows 699, 567; 512 rows 978, 853; 1024 rows 1539, 1660.
+# The least rows per expert for dequantizing NVFP4 weights in tiles first. Gradient of the rows, H200, us, dequantized
+# and packed: Qwen3-30B-A3B's gate and up, 4 rows 461, 214; 32 rows 481, 217; 128 rows 570, 280; 256 rows 699, 567; 512
+# rows 978, 853; 1024 rows 1539, 1660.
 _ROWS_OF_16_BITS = 768
 
 
@@ -82,13 +82,13 @@ def append_linear(
 
     Args:
         chain: the chain.
-        spec: of the GEMM.
-        kernel: of `KERNELS`; "wgmma" and "mma" take 16-bit numbers, N and K that are multiples of 8, operands that are
-            aligned to 16 bytes.
+        spec: the spec of the GEMM.
+        kernel: one of `KERNELS`; "wgmma" and "mma" take 16-bit numbers, N and K that are multiples of 8, operands that
+            are aligned to 16 bytes.
         x, weight, offsets, out: operands and result.
-        adapter: (inner, b, ...) with the spec's rank, for "wgmma": rows (M, R) times b, which lies as the weight does
+        adapter: (inner, b, ...) with the spec's rank, for "wgmma": rows (M, R) times b, which has the weight's layout
             with R in place of K, are added.
-        tile: rows of a tile, of `ROWS`; by the rows of an expert when None.
+        tile: the rows of a tile, one of `ROWS`; None: chosen by the rows of an expert.
     """
     rows, experts, n, k, transposed = spec.rows, spec.num_experts, spec.n, spec.k, spec.transposed
     assert spec.dtype in DTYPE_CODES
@@ -111,7 +111,7 @@ def append_linear(
     else:
         name = f"linear_any<{DTYPE_CODES[spec.dtype]}, {flipped}, {tile}>"
     live = min(rows, experts)
-    tiles = (live + (rows - live) // tile) * -(-n // _COLUMNS)  # as many as any routing has
+    tiles = (live + (rows - live) // tile) * -(-n // _COLUMNS)  # the most that a routing can have
     rank = () if adapter is None else (spec.rank,)
     for first in range(0, experts, MAX_EXPERTS):
         count = min(MAX_EXPERTS, experts - first)
@@ -134,7 +134,7 @@ def append_packed_linear(
 
     Args:
         chain: the chain.
-        spec: of the gradient, of at most `MAX_EXPERTS` experts.
+        spec: the spec of the gradient, of at most `MAX_EXPERTS` experts.
         x, weight, offsets, out: operands and result.
         adapter: (inner, b, ...) with the spec's rank: rows (M, R) times b (E, R, K) are added.
     """
@@ -153,14 +153,14 @@ def append_packed_linear(
 
 
 def _maps(spec: LinearSpec, weight: Address, x: Address, k: int, tile: int) -> tuple[TensorMap, TensorMap]:
-    """The maps of a weight and of rows (M, k)."""
+    """Return the maps of a weight and of rows (M, k)."""
     height, width = (k, spec.n) if spec.transposed else (spec.n, k)
     return TensorMap(weight, spec.num_experts * height, width, 64), TensorMap(x, spec.rows, k, tile)
 
 
 @functools.lru_cache(maxsize=4096)
 def prepare_linear(spec: LinearSpec, kernel: str, tile: int | None = None) -> Chain:
-    """The chain (rows, weight, offsets[, inner (M, R), b][, out]) -> (M, N)."""
+    """Return the chain (rows, weight, offsets[, inner (M, R), b][, out]) -> (M, N)."""
     chain = ChainBuilder(spec.target.device)
     align = 1 if kernel == "any" else 16
     experts, rows = spec.num_experts, spec.rows
@@ -184,7 +184,7 @@ def prepare_linear(spec: LinearSpec, kernel: str, tile: int | None = None) -> Ch
 
 
 def kernel_for(dtype: torch.dtype, n: int, k: int, capability: tuple[int, int], addresses: int) -> str:
-    """The fastest of `KERNELS` that serves operands; addresses: of them all, bits joined by or."""
+    """Return the fastest of `KERNELS` that serves operands; `addresses` is the bitwise or of all their addresses."""
     if not reads_eight(dtype, n, k) or addresses % 16:
         return "any"
     return "wgmma" if capability == (9, 0) else "mma"
@@ -203,26 +203,27 @@ def serves_rank(dtype: torch.dtype, n: int, k: int, rank: int) -> bool:
 def torch_is_faster(
     dtype: torch.dtype, capability: tuple[int, int], rows_per_expert: float, least: float = _TORCHS_ROWS
 ) -> bool:
-    """True if torch's grouped GEMM is to run: it does not synchronize with the host, and has `least` rows an expert,
-    or no kernel by wgmma beside it."""
+    """True if torch's grouped GEMM is to run: it does not synchronize with the host, and experts have at least `least`
+    rows, or no kernel with wgmma serves the device."""
     if dtype != torch.bfloat16 or capability[0] not in (9, 10):
         return False
     return rows_per_expert >= least or capability != (9, 0)
 
 
 def packed_is_faster(rows_per_expert: float) -> bool:
-    """Than dequantizing and multiplying: rows of NVFP4 weights in tiles."""
+    """True if the kernel of tiled NVFP4 weights is faster than dequantizing and multiplying."""
     return rows_per_expert < _ROWS_OF_16_BITS
 
 
 def _packed_tile(rows_per_expert: float) -> int:
-    """Rows of a tile. 32 rows, us with 64 and 192: 218, 241; 128 rows 495, 285."""
+    """Return the rows of a tile. 32 rows, us with 64 and 192: 218, 241; 128 rows 495, 285."""
     return 64 if rows_per_expert <= 64 else 192
 
 
 def _tile(kernel: str, rows_per_expert: float, transposed: bool) -> int:
-    """Rows of a tile. Of "wgmma" more than the mean of an expert's, for shares that differ: GPT-OSS-20B (5760, 2880),
-    32 rows, gradient of the rows, H200, us with 32, 64 and 128: 294, 292, 293, with shares of 1/i 343, 321, 295."""
+    """Return the rows of a tile. "wgmma" gets more than the mean rows of an expert, because shares differ: GPT-OSS-20B
+    (5760, 2880), 32 rows, gradient of the rows, H200, us with 32, 64 and 128: 294, 292, 293, with shares of 1/i 343,
+    321, 295."""
     if kernel == "wgmma":
         return 64 if rows_per_expert <= 16 else 128 if rows_per_expert < 512 else 256
     sizes = ROWS[kernel]

@@ -1,5 +1,5 @@
-"""GEMMs of 4-bit weights with those of a LoRA adapter in the same kernel, where there is one.
-Called by kernels/cuda/training.py; calls operators.py beside it, for src/gather_low_rank.cu too.
+"""GEMMs of 4-bit weights fused with a LoRA adapter's, if a kernel serves them.
+Called by kernels/cuda/training.py; calls operators.py beside it, also for src/gather_low_rank.cu.
 
 Legend: M rows, E experts, N output and K input features, R rank.
 """
@@ -32,7 +32,7 @@ _DGRAD_CONFIG = GemmConfig("tiled_wgmma", 24, 1, 3, 1, 1)
 _ROWS_IN_REGISTERS = 256  # of an expert, from which on the gradient of the rows transposes weights in registers
 _TILE_ROWS, _STAGE_K, _STAGES = 128, 64, (4, 3)  # kTileRows, kStageK; as many as shared memory holds
 _TILES_BYTES = 8208  # of `ExpertTiles`, static shared memory
-# Where registers do not suffice, ptxas serialises the products (its warning C7512): with two blocks of weight rows and
+# If registers do not suffice, ptxas serialises the products (its warning C7512): with two blocks of weight rows and
 # ten of tokens or more, and at ranks above 48 with more blocks of tokens than these, by warpgroups along N. H200, us of
 # such a configuration and of `for_adapter`'s, and of the GEMM alone: Qwen3-235B-A22B's down, 256 rows an expert, rank
 # 16, 2749, 646, 698, rank 64 2766, 671, 751; OLMoE's gate and up, 64 rows, 81, 70, 72 and 87, 74, 73; Qwen3-30B-A3B's
@@ -43,7 +43,7 @@ _MOST_TOKENS, _HIGH_RANK = {3: 22, 4: 10}, 48
 def grouped_mm(
     rows: Tensor, weight: NVFP4Weight, offsets: Tensor, inner: Tensor, b: Tensor, *, config: GemmConfig | None = None
 ) -> Tensor | None:
-    """(M, K), inner (M, R), b (E, N, R) -> (M, N), rows past the end undefined; None where no kernel does both."""
+    """Multiply (M, K), and add inner (M, R) times b (E, N, R): -> (M, N), undefined past the end; None if unserved."""
     (experts, n, k), m, rank = weight.shape, rows.shape[0], inner.shape[1]
     where = target(rows.device)
     served = weight.layout == TILED and where.capability == (9, 0) and experts <= MAX_EXPERTS
@@ -63,9 +63,9 @@ def grouped_mm(
 def dgrad(
     grad: Tensor, weight: NVFP4Weight, offsets: Tensor, outer: Tensor, a: Tensor, *, config: GemmConfig | None = None
 ) -> Tensor | None:
-    """(M, N), outer (M, R), a (E, R, K) -> (M, K), rows past the end undefined; None where no kernel does both.
+    """Multiply (M, N), and add outer (M, R) times a (E, R, K): -> (M, K), undefined past the end; None if unserved.
 
-    config: of the kernel that transposes weights in registers, in place of the choice; per-row scales have none.
+    `config` overrides the choice of the kernel that transposes weights in registers; per-row scales have no kernel.
     """
     (experts, n, k), m, rank = weight.shape, grad.shape[0], outer.shape[1]
     packed = weight_spec(weight)
@@ -85,7 +85,7 @@ def dgrad(
 
 
 def for_adapter(config: GemmConfig, rank: int) -> GemmConfig:
-    """The configuration of a GEMM by wgmma, or one like it whose sums leave registers for an adapter."""
+    """Return the configuration of a GEMM by wgmma, or one like it whose sums leave registers for an adapter."""
     tokens, rows, groups = config.token_blocks, config.row_blocks, config.warps_n
     if rows > 1 and tokens >= 10:
         rows, groups = 1, 4 if tokens <= 12 else 3
@@ -95,8 +95,8 @@ def for_adapter(config: GemmConfig, rank: int) -> GemmConfig:
 
 
 def gather(tokens: Tensor, row_slot: Tensor, weight: Tensor, offsets: Tensor) -> tuple[Tensor, Tensor] | None:
-    """Tokens (T, K), row_slot (M,), weight (E, R, K) -> the rows (M, K) and their product (M, R), both undefined past
-    the end; None where no kernel does both."""
+    """Gather tokens (T, K) by row_slot (M,); multiply by (E, R, K): -> rows (M, K), product (M, R), both undefined past
+    the end; None if no kernel does both."""
     (count, k), m, (experts, rank, _) = tokens.shape, row_slot.shape[0], weight.shape
     if m == 0 or experts > MAX_EXPERTS or not serves_rank(tokens.dtype, k, k, rank):
         return None
@@ -114,6 +114,6 @@ def gather(tokens: Tensor, row_slot: Tensor, weight: Tensor, offsets: Tensor) ->
     stages = next(stages for stages in _STAGES if stages * stage <= most)
     name = f"gather_low_rank<{bf16}, {str(transposed).lower()}, {blocks}, {stages}>"
     live, shared = min(m, experts), stages * stage
-    tiles = live + (m - live) // _TILE_ROWS  # as many as any routing has
+    tiles = live + (m - live) // _TILE_ROWS  # the most that a routing can have
     launch(GATHER, name, 256, shared, tiles, argument, tokens.device, where.multiprocessors)
     return rows, out

@@ -39,7 +39,7 @@ class Kernel:
     Args:
         function: of cuda.bindings.driver.
         device: the index of the device.
-        threads: of a block.
+        threads: the number of threads of a block.
         shared_bytes: dynamic shared memory of a block.
         overlap: programmatic dependent launch: the kernel may start while the one before it in the stream still runs,
             and waits for its results itself (`await_previous_kernel` of common.cuh). Needs SM90.
@@ -48,7 +48,7 @@ class Kernel:
         function: as above.
         device: as above.
         config: a CUlaunchConfig of one block.
-        blocks_per_multiprocessor: that run at once.
+        blocks_per_multiprocessor: the number of its blocks that run at once on a multiprocessor.
     """
 
     def __init__(self, function: Any, device: int, threads: int, shared_bytes: int, *, overlap: bool) -> None:
@@ -65,7 +65,7 @@ class Kernel:
 
 
 def launch_config(threads: int, shared_bytes: int, overlap: bool) -> Any:
-    """A CUlaunchConfig of one-dimensional blocks; the number of blocks and the stream are set at each launch."""
+    """Return a CUlaunchConfig of one-dimensional blocks; the number of blocks and the stream are set at each launch."""
     from cuda.bindings import driver
 
     config = driver.CUlaunchConfig()
@@ -81,11 +81,12 @@ def launch_config(threads: int, shared_bytes: int, overlap: bool) -> Any:
 
 
 def tensor_map(address: int, rows: int, k: int, box_rows: int) -> bytes:
-    """The 128 bytes of a tensor map (SM90): 16-bit numbers (rows, k) in boxes of box_rows by 64, 128-byte swizzle.
+    """Return the 128 bytes of a tensor map (SM90): 16-bit numbers (rows, k) in boxes of box_rows by 64, 128-byte
+    swizzle.
 
     Args:
-        address: on the device, a multiple of 16.
-        rows: of the matrix.
+        address: the address on the device, a multiple of 16.
+        rows: the number of rows of the matrix.
         k: numbers in a row, a multiple of 8.
         box_rows: at most 256.
     """
@@ -110,7 +111,7 @@ def tensor_map(address: int, rows: int, k: int, box_rows: int) -> bytes:
 
 
 def missing_reason() -> str | None:
-    """Return None when kernels can be compiled, else a sentence that says what is missing."""
+    """Return None if kernels can be compiled, else a sentence that says what is missing."""
     try:
         from cuda.bindings import driver, nvrtc  # noqa: F401
 
@@ -121,11 +122,11 @@ def missing_reason() -> str | None:
 
 
 def bind_context(device: int) -> None:
-    """Makes the primary context of a device current in this thread, if none is.
+    """Make the primary context of a device current in this thread, if no context is current.
 
-    The driver's functions need one. torch makes it current with a thread's first call of the CUDA runtime, which a
-    thread whose memory comes from torch's caching allocator may never make. Called under `torch.cuda.device(device)`,
-    which from then on switches between the contexts of devices.
+    The driver's functions need one. torch makes it current with a thread's first call of the CUDA runtime; a thread
+    whose memory comes from torch's caching allocator may never make one. It is called under
+    `torch.cuda.device(device)`, which from then on switches between the contexts of devices.
     """
     if getattr(_thread, "has_context", False):  # at every launch
         return
@@ -148,12 +149,12 @@ def kernel(
     device: int,
     argument: type[ctypes.Structure],
 ) -> Kernel:
-    """The kernel that a C++ expression names, such as ``gemm<true, 4>``, compiled once and loaded on a device.
+    """Return the kernel that a C++ expression names, such as ``gemm<true, 4>``, compiled once and loaded on a device.
 
     Args:
         sources: see `compile_files`.
         expression: names the kernel.
-        threads: of a block.
+        threads: the number of threads of a block.
         shared_bytes: dynamic shared memory of a block.
         device: its index.
         argument: the struct that the kernel takes.
@@ -173,7 +174,7 @@ def kernel(
 def compile_files(
     sources: tuple[Path, ...], expression: str, capability: tuple[int, int], argument: type[ctypes.Structure]
 ) -> tuple[bytes, str]:
-    """`compile_cubin` of the files' text, one after the other, for devices of a compute capability.
+    """Run `compile_cubin` on the files' text, one after the other, for devices of a compute capability.
 
     Args:
         sources: the files.
@@ -190,9 +191,9 @@ def compile_files(
 
 @functools.cache
 def struct_checks(structure: type[ctypes.Structure]) -> str:
-    """C++ assertions that the struct of the same name has the same fields at the same offsets.
+    """Return C++ assertions that the struct of the same name has the same fields at the same offsets.
 
-    Fields whose names end in an underscore are padding, which has no name in C++. common.cuh defines OFFSET_OF.
+    Fields with a trailing underscore in their names are padding, without a name in C++. common.cuh defines OFFSET_OF.
     """
     name = structure.__name__
     lines = [f'static_assert(sizeof({name}) == {ctypes.sizeof(structure)}, "the size of {name}");']
@@ -208,7 +209,7 @@ def struct_checks(structure: type[ctypes.Structure]) -> str:
 
 
 def compile_cubin(source: str, expression: str, architecture: str) -> tuple[bytes, str]:
-    """(cubin, mangled name of the kernel) for an architecture such as "sm_90".
+    """Return (cubin, mangled name of the kernel) for an architecture such as "sm_90".
 
     Raises:
         RuntimeError: the source does not compile; the message is the compiler's log.
@@ -228,7 +229,7 @@ def compile_cubin(source: str, expression: str, architecture: str) -> tuple[byte
 
 
 def _compile(source: str, expression: str, architecture: str) -> tuple[bytes, bytes]:
-    """(mangled name, cubin)."""
+    """Return (mangled name, cubin)."""
     from cuda.bindings import nvrtc
 
     (program,) = _check(nvrtc.nvrtcCreateProgram(source.encode(), b"thunder_moe.cu", 0, [], []))
@@ -251,14 +252,14 @@ def _compile(source: str, expression: str, architecture: str) -> tuple[bytes, by
 
 
 def raise_error(status: int) -> NoReturn:
-    """RuntimeError for a status of the driver that is none of success."""
+    """Raise RuntimeError for a status of the driver that is none of success."""
     from cuda.bindings import driver
 
     raise RuntimeError(f"CUresult: {driver.CUresult(status).name}")
 
 
 def _check(result: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The results of a function of cuda-bindings without the status, which comes first."""
+    """Return the results of a function of cuda-bindings without the status, which comes first."""
     status, *values = result
     if status.value != 0:
         raise RuntimeError(f"{type(status).__name__}: {status.name}")

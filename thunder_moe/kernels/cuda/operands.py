@@ -1,4 +1,4 @@
-"""Operands as the CUDA kernels read them, and the device as specs have it.
+"""Converts operands and devices to the forms that the CUDA kernels and their specs take.
 Called by the other modules of kernels/cuda; calls kernels/arguments.py.
 """
 
@@ -14,18 +14,18 @@ from thunder_moe.kernels import arguments
 from thunder_moe.kernels.arguments import MaybeTensor
 from thunder_moe.kernels.specs import Target, WeightSpec
 
-__all__ = ["aligned", "floats", "operands_of", "target", "weight_spec"]
+__all__ = ["aligned", "as_kernel_float", "operands_of", "target", "weight_spec"]
 
 
 def aligned(tensor: Tensor) -> Tensor:
-    """Contiguous and aligned to 16 bytes, as the kernels load; a copy only where it is not already."""
+    """Return a tensor contiguous and aligned to 16 bytes, as the kernels load; a copy only if it is not already."""
     tensor = tensor.contiguous()
     return tensor if tensor.data_ptr() % 16 == 0 else tensor.clone()
 
 
-def floats(tensor: MaybeTensor) -> MaybeTensor:
+def as_kernel_float(tensor: MaybeTensor) -> MaybeTensor:
     """Return a tensor `aligned`, in a dtype that the kernels read."""
-    return None if tensor is None else aligned(arguments.floats(tensor))
+    return None if tensor is None else aligned(arguments.as_kernel_float(tensor))
 
 
 def operands_of(weight: PackedWeight) -> WeightOperands:
@@ -49,6 +49,6 @@ def target(device: torch.device) -> Target:
 
 @functools.cache
 def _device_facts(device: torch.device) -> tuple[int, tuple[int, int]]:
-    """(multiprocessors, compute capability)."""
+    """Return (multiprocessors, compute capability)."""
     properties = torch.cuda.get_device_properties(device)
     return properties.multi_processor_count, (properties.major, properties.minor)

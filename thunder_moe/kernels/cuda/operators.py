@@ -1,8 +1,8 @@
 """Builds the chain of kernels that computes an operator's result, for arguments of one kind.
 Called by backend.py and ops/operator.py (through kernels/select.py); calls plan.py, prepared.py and router.py.
 
-Every condition of a chain is here: `describe` gives the reason where there is none. A chain reads the arguments without
-a copy; backend.py converts operands that no chain reads as they are. Legend: as in prepared.py.
+Every condition of a chain is here: `describe` gives the reason if no chain serves the arguments. A chain reads the
+arguments without a copy; backend.py converts operands that no chain can read. Legend: as in prepared.py.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from thunder_moe.formats.layouts import LINEAR
 from thunder_moe.formats.weight import WeightOperands
 from thunder_moe.kernels import chains
 from thunder_moe.kernels.arguments import DTYPE_CODES
-from thunder_moe.kernels.cuda import many_rows, prepared, router
+from thunder_moe.kernels.cuda import prefill, prepared, router
 from thunder_moe.kernels.cuda.chain import Address, ChainBuilder, launched
 from thunder_moe.kernels.cuda.configs import TILED, GemmConfig, choose_config
 from thunder_moe.kernels.cuda.linear import MAX_EXPERTS
@@ -40,17 +40,17 @@ Finish = Callable[[Tensor, Any], Tensor]  # (the first operand, a chain's result
 
 
 class _UnservedError(Exception):
-    """There is no chain; the message says why."""
+    """Raised if no chain serves a call; the message says why."""
 
 
 class _Call(NamedTuple):
     """An operator's arguments, in the order of its NVFP4 description.
 
     Attributes:
-        chain: that takes them.
+        chain: the chain under construction that takes them.
         samples: the arguments; None for those that the operator of another format does not have.
-        places: the addresses of those that are tensors.
-        format: of the weights.
+        places: the addresses of the tensors among them.
+        format: the number format of the weights.
     """
 
     chain: ChainBuilder
@@ -59,25 +59,26 @@ class _Call(NamedTuple):
     format: BlockFormat
 
     def sample(self, place: int) -> Any:
-        """An argument; None where it has been left out."""
+        """Return an argument; None if it has been left out."""
         return self.samples[place] if len(self.samples) > place else None
 
     def address(self, place: int) -> Any:
-        """Return the address of an argument; None where it is not given."""
+        """Return the address of an argument; None if it is not given."""
         return self.places[place] if len(self.places) > place else None
 
 
 def describe(name: str, args: Sequence[Any], options: dict[str, Any]) -> tuple[Callable[..., Any] | None, str]:
-    """The chain of an operator for all arguments of the kind of these.
+    """Return the chain of an operator for all arguments of the kind of these.
 
     Args:
-        name: of the operator, or of a step that no operator has (`combine`, `f16a_nvfp4weight_grouped_mm_low_rank`).
+        name: the name of the operator, or of a step that no operator has (`combine`,
+            `f16a_nvfp4weight_grouped_mm_low_rank`).
         args: its positional arguments, which have passed its checks; weights as `WeightOperands`.
-        options: its keyword arguments, and those of `_OPERATORS` that the operator itself does not have.
+        options: its keyword arguments, and further ones of `_OPERATORS` that the operator itself does not have.
 
     Returns:
-        The chain and "", or None and why there is none. The chain takes the same arguments, and gives what the operator
-        gives, or None for arguments of another kind.
+        The chain and "", or None and the reason. The chain takes the same arguments, and returns the operator's result,
+        or None for arguments of another kind.
     """
     of_mxfp8 = name.replace(MXFP8.name, NVFP4.name)
     if of_mxfp8 not in _OPERATORS:
@@ -102,11 +103,11 @@ def describe(name: str, args: Sequence[Any], options: dict[str, Any]) -> tuple[C
 def prepare(
     name: str, args: Sequence[Any], options: dict[str, Any], kind: Hashable = None
 ) -> Callable[..., Any] | None:
-    """The chain of `describe`, which is described once for a kind of arguments; None where there is none.
+    """Return the chain of `describe`, made once for a kind of arguments; None if no chain serves them.
 
     Args:
         name, args, options: as there.
-        kind: `chains.kind_of` them, where it is known.
+        kind: `chains.kind_of` them, if it is known.
     """
     kind = chains.kind_of(name, _flat(args), options, _defaults(name)) if kind is None else kind
     chain = chains.find(kind)
@@ -119,13 +120,13 @@ def prepare(
 
 
 def attempt(name: str, *args: Any, **options: Any) -> Any:
-    """The result of an operator, by the chain for its arguments; None where no chain serves them."""
+    """Return the result of an operator, by the chain for its arguments; None if no chain serves them."""
     chain = prepare(name, args, options)
     return None if chain is None else launched(chain, *_flat(args), **options)
 
 
 def run(name: str, *args: Any, **options: Any) -> Any:
-    """The result of an operator, by the chain for its arguments.
+    """Return the result of an operator, by the chain for its arguments.
 
     Raises:
         ValueError: no chain serves them.
@@ -137,7 +138,7 @@ def run(name: str, *args: Any, **options: Any) -> Any:
 
 
 def _flat(args: Sequence[Any]) -> list[Any]:
-    """The arguments with the tensors of each weight in its place."""
+    """Return the arguments with the tensors of each weight in its place."""
     flat: list[Any] = []
     for argument in args:
         flat += argument.tensors if isinstance(argument, WeightOperands) else (argument,)
@@ -146,7 +147,7 @@ def _flat(args: Sequence[Any]) -> list[Any]:
 
 @functools.cache
 def _defaults(name: str) -> dict[str, Any]:
-    """The defaults of the keyword arguments of an operator; a form's that it takes are its options."""
+    """Return the defaults of an operator's keyword arguments, including the fields of a form that it takes."""
     function = _OPERATORS[name.replace(MXFP8.name, NVFP4.name)]
     parameters = inspect.signature(function).parameters.values()
     found = {each.name: each.default for each in parameters if each.kind is each.KEYWORD_ONLY}
@@ -160,19 +161,19 @@ _FORMS = {"activation_form": SwiGLUConfig, "router_form": RouterConfig}  # what 
 
 
 def _alignment(argument: Any) -> int:
-    """Kernels load 16 bytes at a time of everything but indices, which may be part of a larger tensor."""
+    """Return the alignment in bytes that kernels need: 16, but 1 for indices, which may be part of a larger tensor."""
     return 1 if isinstance(argument, Tensor) and argument.dtype in _INTEGERS else 16
 
 
 def unserved_reason(spec: GemmSpec, rows: int | None = None) -> str | None:
-    """Return why no chain serves a GEMM, or None where one does.
+    """Return why no chain serves a GEMM, or None if one does.
 
     It lists every condition: dtype, number of experts, no rows, layout, blocks of tiles that a fused activation would
     split, and many rows, whose weights are converted first.
 
     Args:
-        spec: of the GEMM.
-        rows: how many of the spec's rows are expected to be of its experts.
+        spec: the spec of the GEMM.
+        rows: the expected number of rows that belong to its experts.
     """
     if spec.dtype == torch.float32:
         return "no CUDA kernel serves activations in float32"
@@ -184,13 +185,15 @@ def unserved_reason(spec: GemmSpec, rows: int | None = None) -> str | None:
         return f"layout {spec.weight.layout!r} is converted to {LINEAR!r} first"
     if spec.weight.layout == TILED and spec.activation is not None and spec.features % 64 != 0:
         return f"blocks of layout {TILED!r} have rows of gate and of up: the activation is a kernel of its own"
-    way = many_rows.way(
+    strategy = prefill.strategy(
         spec.weight.layout, (spec.num_experts, spec.n, spec.k), spec.weight.format, spec.rows if rows is None else rows,
         spec.target.capability,
     )  # fmt: skip
-    if way == many_rows.IN_16_BITS and spec.bias is not None and spec.activation is None:
+    if strategy == prefill.DEQUANTIZE_FIRST and spec.bias is not None and spec.activation is None:
         return None  # the kernels of 16-bit weights add no bias
-    return None if way is None else f"so many rows are multiplied by weights that are converted first, to {way}"
+    if strategy is None:
+        return None
+    return f"so many rows are multiplied by weights that are converted first, to {strategy}"
 
 
 def explain(spec: GemmSpec) -> str:
@@ -243,7 +246,7 @@ def _dtype(tensor: Tensor | None) -> torch.dtype | None:
 
 
 def _weight(call: _Call, first: int, layout: str) -> tuple[Weight, WeightSpec, tuple[int, int, int]]:
-    """The weight whose transposed codes (E, K, N), scales and global scales are three arguments, and (E, N, K)."""
+    """Return the weight whose transposed codes (E, K, N), scales and global scales are arguments, and (E, N, K)."""
     codes, scale, global_scale = call.samples[first : first + 3]
     _require_contiguous(codes.mT, scale, global_scale)
     (*experts, width, n), count = codes.shape, codes.ndim - 2  # one weight alone has no dimension of experts
@@ -264,14 +267,14 @@ def _gemm(
     form: SwiGLUConfig | None = None,
     transposed: bool = False,
 ) -> tuple[GemmSpec, Callable[..., Address]]:
-    """The GEMM of (activation, codes, scale, global_scale, ...), and what appends it to the call's chain.
+    """Return the GEMM of (activation, codes, scale, global_scale, ...), and a function that appends it to the chain.
 
     Args:
         call: the arguments.
-        layout: of the weight.
-        config: in place of the best one.
+        layout: the layout of the weight.
+        config: a configuration instead of the best one.
         offsets, row_slot, slot_scale, bias: the positions of these arguments; None for no such argument.
-        form: of the activation.
+        form: the form of the activation.
         transposed: the weight is (E, K, N).
     """
     positions = (offsets, row_slot, slot_scale, bias)
@@ -315,7 +318,7 @@ def _finished_gemm(
 
 
 def _scaled_grouped_mm(call: _Call, *, layout: str = LINEAR, config: GemmConfig | None = None) -> Finish | None:
-    """The operator's arguments, then a bias (E, N)."""
+    """Append the GEMM; the call has the operator's arguments, then a bias (E, N)."""
     return _finished_gemm(call, _gemm(call, layout, config, bias=7))
 
 
@@ -333,8 +336,8 @@ def _grouped_swiglu(
 def _grouped_mm_low_rank(
     call: _Call, *, layout: str = LINEAR, config: GemmConfig, transposed: bool = False
 ) -> Finish | None:
-    """(activation, codes, scale, global_scale, offsets, inner (M, R), b (E, N, R)): the weight's product and the
-    adapter's; transposed: the weight is (E, K, N)."""
+    """Append the GEMM of (activation, codes, scale, global_scale, offsets, inner (M, R), b (E, N, R)), plus the
+    adapter's product; transposed: the weight is (E, K, N)."""
     inner, b = call.samples[5:7]
     _require_contiguous(inner, b)
     adapter = Adapter(call.places[5], call.places[6], b.shape[2], transposed)
@@ -351,11 +354,13 @@ def _grouped_mm_combine(call: _Call, *, layout: str = LINEAR, config: GemmConfig
     tokens, top_k = slot_row.shape
     summed = CombineSpec(spec.rows, tokens, top_k, spec.n, spec.dtype, _dtype(weight))
     out = call.chain.result((tokens, spec.n), spec.dtype)
-    prepared.append_combine(call.chain, summed, append(), call.places[5], call.address(6), out, late_rows=True)
+    prepared.append_combine(
+        call.chain, summed, append(), call.places[5], call.address(6), out, rows_from_previous_kernel=True
+    )
 
 
 def _combine(call: _Call) -> None:
-    """(rows (M, N), slot_row (T, A), slot_weight (T, A) or None, `out` to write into)."""
+    """Append the sum per token of (rows (M, N), slot_row (T, A), slot_weight (T, A) or None, `out` to write into)."""
     rows, slot_row, weight = (call.sample(place) for place in range(3))
     _require_contiguous(rows, slot_row)
     _require_floats(weight)
@@ -363,11 +368,13 @@ def _combine(call: _Call) -> None:
     (m, n), (tokens, top_k) = rows.shape, slot_row.shape
     spec, out = CombineSpec(m, tokens, top_k, n, rows.dtype, _dtype(weight)), _result(call, 3, (tokens, n), rows.dtype)
     rows_place, slots_place = call.places[:2]
-    prepared.append_combine(call.chain, spec, rows_place, slots_place, call.address(2), out, late_rows=False)
+    prepared.append_combine(
+        call.chain, spec, rows_place, slots_place, call.address(2), out, rows_from_previous_kernel=False
+    )
 
 
 def _result(call: _Call, place: int, shape: tuple[int, int], dtype: torch.dtype) -> Address:
-    """The argument that is written into, where it is given, else a new tensor.
+    """Return the address of the result: of the argument to write into, if it is given, else of a new tensor.
 
     Raises:
         ValueError: it has another shape or dtype, or is not contiguous.
@@ -385,7 +392,7 @@ def _moe_experts(
     expert_ranks: int = 1, summed: bool = True, configs: tuple[GemmConfig | None, GemmConfig | None] = (None, None),
     **activation_form: Any,
 ) -> None:  # fmt: skip
-    """The operator's arguments, then `out` to write into; summed: False for the rows (M, H) before the sum."""
+    """Append a layer; the call has the operator's arguments, then `out`; summed: False for the rows (M, H)."""
     x, ids, scores = call.samples[:3]
     samples, places = ([get(place) for place in range(9, 14)] for get in (call.sample, call.address))
     biases, order = samples[:2], samples[2:]
@@ -417,7 +424,7 @@ def _moe_experts(
 
 
 def _scaled_grouped_mm_dgrad(call: _Call, *, layout: str = LINEAR) -> Finish | None:
-    """The operator's arguments, then outer (M, R) and a (E, R, K) of an adapter whose product is added."""
+    """Append the GEMM; the call has the operator's arguments, then outer (M, R) and a (E, R, K) of an adapter."""
     grad, offsets = call.samples[0], call.samples[4]
     outer, a = call.sample(5), call.sample(6)
     _require_contiguous(grad, offsets, outer, a)
@@ -472,7 +479,7 @@ def _moe_linear_router(
     router.append_linear_router(call.chain, spec, *(call.address(place) for place in range(4)))
 
 
-# By the operator's name in NVFP4: what describes its chain.
+# The function that describes an operator's chain, by the operator's name in NVFP4.
 _OPERATORS: dict[str, Callable[..., Any]] = {
     "combine": _combine,
     "f16a_nvfp4weight_scaled_grouped_mm": _scaled_grouped_mm,

@@ -14,8 +14,8 @@ from thunder_moe.kernels.specs import GemmSpec
 __all__ = ["CACHE_LINE", "GemmPlan", "plan_gemm"]
 
 CACHE_LINE = 32  # int32 in a cache line: the tile counter has one of its own, in front of the semaphores
-# Loading weights with L2 evict_first saves the time to write back what they would evict. Above so many bytes of weights
-# that time is hidden, and the copies themselves are slower, unless the tensor cores are the limit (H200).
+# Loading weights with L2 evict_first saves the time to write back evicted lines. Above so many bytes of weights that
+# time is hidden, and the copies themselves are slower, unless the tensor cores are the limit (H200).
 _READ_ONCE_BYTES = 300_000_000
 _FEW_ROWS = 32  # up to so many, no more than there are experts, tiles have one row as a rule
 
@@ -28,15 +28,15 @@ class GemmPlan:
         config: the kernel and its template parameters.
         sources: the files of the kernel's source.
         expression: the kernel's C++ name.
-        threads: of a block.
+        threads: the number of threads of a block.
         shared_bytes: dynamic shared memory of a block.
-        blocks: of the grid, before it is limited to those that run at once.
-        gather: the kernel that gathers the rows beforehand, and the shape of its output; None where the GEMM does.
+        blocks: the number of blocks of the grid, before it is limited to blocks that run at once.
+        gather: the kernel that gathers the rows beforehand, and the shape of its output; None if the GEMM does.
         workspace: int32 of the tile counter, the semaphores and the sums of single rows; 0 for kernels without a tile
             scheduler.
         row_sums: where the sums of single rows begin in the workspace; 0 for none.
         partial_sums: float32 of workspace for tiles that blocks share; 0 where they share none.
-        read_once: whether weights are loaded with L2 evict_first.
+        read_once: True if weights are loaded with L2 evict_first.
     """
 
     config: GemmConfig
@@ -54,11 +54,11 @@ class GemmPlan:
 
 @functools.lru_cache(maxsize=4096)
 def plan_gemm(spec: GemmSpec, config: GemmConfig | None = None) -> GemmPlan:
-    """The plan for rows (M, K) and weights (E, N, K).
+    """Return the plan for rows (M, K) and weights (E, N, K).
 
     Args:
-        spec: of the GEMM.
-        config: in place of the one that `choose_config` chooses.
+        spec: the spec of the GEMM.
+        config: a configuration instead of the choice of `choose_config`.
 
     Raises:
         ValueError: the layout is not for this device, or there are more tiles than an int32 counts.

@@ -115,16 +115,17 @@ def append_gemm(
 
     Args:
         chain: the chain.
-        spec: of the GEMM.
+        spec: the spec of the GEMM.
         plan: `plan_gemm` of the spec.
         x: the rows or tokens.
         weight: in the layout of the plan's configuration.
         offsets: row ends; None for one group of all rows.
-        row_slot, slot_scale, bias: where the spec has them.
+        row_slot, slot_scale, bias: operands that the spec has, or None.
         out: where the result goes; None for scratch memory.
-        after_gemm: True if the launch before is another GEMM, which writes x and no other operand. A kernel that makes
-            use of that starts while the other one still runs, so both get semaphores apart.
-        adapter: whose product is added before rows are rounded; its kernel is "tiled_wgmma", without stream-K.
+        after_gemm: True if the launch before is another GEMM, which writes x and no other operand. A kernel that
+            exploits this starts while the other one still runs, so they get different semaphores.
+        adapter: an adapter whose product is added before rows are rounded; its kernel is "tiled_wgmma", without
+            stream-K.
     """
     config, multiprocessors = plan.config, spec.target.multiprocessors
     late = after_gemm and config.kernel in ("tiled_mma", "tiled_cluster")
@@ -133,9 +134,9 @@ def append_gemm(
     counter = semaphores = row_sums = sums = None
     if plan.workspace:
         counter = chain.semaphores(plan.workspace, overlapping=late)
-        row_sums = counter.behind(4 * plan.row_sums) if plan.row_sums else None
+        row_sums = counter.plus(4 * plan.row_sums) if plan.row_sums else None
         if plan.partial_sums:
-            sums, semaphores = chain.scratch(4 * plan.partial_sums), counter.behind(4 * CACHE_LINE)
+            sums, semaphores = chain.scratch(4 * plan.partial_sums), counter.plus(4 * CACHE_LINE)
     if plan.gather is not None:
         x = _append_gather(chain, spec, plan, x, offsets, row_slot)
     form = spec.activation or SWIGLU
@@ -160,7 +161,7 @@ def append_gemm(
 
 
 def columns_of(spec: GemmSpec) -> int:
-    """Columns of the result's memory: the kernels store pairs."""
+    """Return the columns of the result's memory: the kernels store pairs."""
     return spec.features + spec.features % 2
 
 
@@ -171,10 +172,10 @@ def _append_gather(
     assert plan.gather is not None
     name, (rows, columns) = plan.gather
     gathered = chain.scratch(2 * rows * columns)
-    end = None if offsets is None else offsets.behind(4 * (spec.num_experts - 1))
+    end = None if offsets is None else offsets.plus(4 * (spec.num_experts - 1))
     fields = x, row_slot, gathered, end, spec.rows, spec.k, spec.top_k or 1
-    # Blocks that loop take 62 us, one for every 256 items 108, where half of 65536 rows of 2048 are of experts
-    # elsewhere; 116 against 133 where none are (H200).
+    # Blocks that loop take 62 us, one block for every 256 items 108, if half of 65536 rows of 2048 belong to experts
+    # elsewhere; 116 against 133 if none do (H200).
     most = _GATHER_BLOCKS * spec.target.multiprocessors if name == "gather_rows" else ELEMENTWISE_BLOCKS
     blocks = elementwise_blocks(rows * columns // 8, most)
     chain.launch(plan.sources, name, ELEMENTWISE_THREADS, 0, blocks, GatherArguments, fields)
@@ -182,7 +183,7 @@ def _append_gather(
 
 
 def _with_adapter(spec: GemmSpec, config: GemmConfig, adapter: Adapter) -> str:
-    """The C++ name of the kernel that adds an adapter's product."""
+    """Return the C++ name of the kernel that adds an adapter's product."""
     name = "low_rank_tiled_dgrad" if adapter.transposed else "low_rank_tiled_wgmma"
     numbers = config.token_blocks, config.row_blocks, config.warps_n, config.depth, config.stages
     bf16 = str(spec.dtype == torch.bfloat16).lower()
@@ -203,7 +204,7 @@ def append_route(
         num_experts: E, at most `backend.MAX_EXPERTS`.
         ids: int64 where `wide`, else int32.
         wide: see ids.
-        order: what is written.
+        order: the addresses that are written.
     """
     slots, buckets = shape[0] * shape[1], num_experts + 1
     whole = -(-slots // _ROUTE_THREADS) * _ROUTE_THREADS
@@ -229,20 +230,21 @@ def _order_in_scratch(chain: ChainBuilder, shape: tuple[int, int], num_experts: 
 
 def append_combine(
     chain: ChainBuilder, spec: CombineSpec, rows: Address, slot_row: Address, slot_weight: Address | None, out: Address,
-    *, late_rows: bool,
+    *, rows_from_previous_kernel: bool,
 ) -> None:  # fmt: skip
     """Append the weighted sum per token of rows (M, N): -> (T, N).
 
     Args:
         chain: the chain.
-        spec: of the sum.
+        spec: the spec of the sum.
         rows, slot_row, slot_weight, out: the operands and the result.
-        late_rows: True if the kernel that is launched right before writes the rows, and none of the other operands.
+        rows_from_previous_kernel: True if the kernel launched right before writes the rows and no other operand.
     """
     tokens, top_k, n = spec.tokens, spec.top_k, spec.n
     bf16, slots = str(spec.dtype == torch.bfloat16).lower(), min(1 << (top_k - 1).bit_length(), _COMBINE_SLOTS)
     threads = ELEMENTWISE_THREADS if tokens * n > _FEW_SUMS else 64
-    fields = rows, slot_row, slot_weight, out, spec.rows, tokens, top_k, n, _code(spec.weights), late_rows
+    sizes = spec.rows, tokens, top_k, n
+    fields = rows, slot_row, slot_weight, out, *sizes, _code(spec.weights), rows_from_previous_kernel
     blocks = tokens * -(-n // (8 * threads))
     chain.launch(ROUTE, f"combine<{bf16}, {slots}>", threads, 0, blocks, CombineArguments, fields)
 
@@ -270,14 +272,14 @@ def append_experts(
 
     Each kernel may start before the one in front of it has ended. The kernel in front of the down GEMM writes nothing
     but the rows that this GEMM multiplies. So it counts its tiles and fills its stages with weights while the gate_up
-    GEMM still runs, and waits before it reads rows (`late_x` of grouped_mm.cuh; `await_previous_kernel` of common.cuh
-    says why all else that it reads has been written by then).
+    GEMM still runs, and waits before it reads rows (`x_from_previous_kernel` of grouped_mm.cuh). The comment at
+    `await_previous_kernel` of common.cuh says why all other operands have been written by then.
 
     Args:
         chain: the chain.
-        spec: of the layer; its sizes are positive and its features are even.
+        spec: the spec of the layer; its sizes are positive and its features are even.
         plans: `plan_gemm` of the two GEMMs.
-        operands: of the layer.
+        operands: the operands of the layer.
         out: the result, (T, H), or the rows (M, H) where the spec says that they are not summed.
     """
     first, second = spec.gate_up_gemm, spec.down_gemm
@@ -298,7 +300,7 @@ def append_experts(
     if spec.summed:
         weights_of_sum = None if spec.weight_on_input else spec.weights
         summed = CombineSpec(spec.rows, spec.tokens, spec.top_k, spec.hidden_size, spec.dtype, weights_of_sum)
-        append_combine(chain, summed, rows, order.slot_row, on_output, out, late_rows=True)
+        append_combine(chain, summed, rows, order.slot_row, on_output, out, rows_from_previous_kernel=True)
 
 
 # ---- the gradient of rows
@@ -314,12 +316,12 @@ def append_dgrad(
 ) -> Callable[[Tensor, tuple[Tensor, Tensor]], Tensor] | None:
     """Append the gradient of a grouped GEMM's rows, (M, N) -> (M, K), and declare its result.
 
-    The GEMM decodes NVFP4 weights in tiles, where that is faster, on compute capability 9.0. Else the weights of
+    On compute capability 9.0 the GEMM decodes NVFP4 weights in tiles, if that is faster. Otherwise the weights of
     experts with rows are dequantized, then multiplied.
 
     Returns:
-        None, or where torch's grouped GEMM is faster what computes the gradient of the incoming one and the chain's
-        results, which are the weights and the starts of the experts' rows.
+        None; or, if torch's grouped GEMM is faster, a function that computes the gradient from the incoming one and the
+        chain's results: the weights and the starts of the experts' rows.
     """
     target, (rows, experts, n, k) = spec.target, (spec.rows, spec.num_experts, spec.n, spec.k)
     tiled = spec.weight.layout == TILED
@@ -350,7 +352,7 @@ def append_dgrad(
 
 
 def finished(chain: Chain, finish: Callable[[Tensor, tuple[Tensor, Tensor]], Tensor] | None) -> Callable[..., Tensor]:
-    """A chain, and what is computed from its first operand and its results, unless it has given None."""
+    """Return a function that runs a chain, then `finish` on its first operand and its results, unless it gave None."""
     if finish is None:
         return chain
 
@@ -362,13 +364,13 @@ def finished(chain: Chain, finish: Callable[[Tensor, tuple[Tensor, Tensor]], Ten
 
 
 def dequantize_kernel(format: str, tiled: bool, dtype: torch.dtype) -> str:
-    """The C++ name of the kernel of `DEQUANTIZE` for a format of weights and a dtype of the result."""
+    """Return the C++ name of the kernel of `DEQUANTIZE` for a format of weights and a dtype of the result."""
     name = "dequantize" if format == "nvfp4" else f"dequantize_{format}"
     return f"{name}{'_tiled' * tiled}<{str(dtype == torch.bfloat16).lower()}>"
 
 
 def elementwise_blocks(items: int, most: int = ELEMENTWISE_BLOCKS) -> int:
-    """The blocks of `ELEMENTWISE_THREADS` threads that loop over `items`."""
+    """Return the blocks of `ELEMENTWISE_THREADS` threads that loop over `items`."""
     return min(-(-items // ELEMENTWISE_THREADS), most)
 
 

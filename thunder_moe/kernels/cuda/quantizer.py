@@ -25,7 +25,7 @@ to_tiled = backend.to_tiled
 
 
 def quantize(weight: Tensor, *, scale_search: str | None = None) -> NVFP4Weight:
-    """`formats.nvfp4.quantize` of a weight on a CUDA device.
+    """Run `formats.nvfp4.quantize` on a weight on a CUDA device.
 
     Args:
         weight: (E, N, K), float32, bfloat16 or float16, any strides; K a multiple of 16.
@@ -40,7 +40,7 @@ def quantize(weight: Tensor, *, scale_search: str | None = None) -> NVFP4Weight:
 
 
 def quantize_unchecked(weight: Tensor, scale_search: str | None = None) -> tuple[NVFP4Weight, Tensor]:
-    """`formats.nvfp4.quantize_unchecked` of a weight on a CUDA device. Does not synchronise."""
+    """Run `formats.nvfp4.quantize_unchecked` on a weight on a CUDA device. Does not synchronise."""
     nvfp4.check_quantizable(weight, scale_search)
     weight = weight.detach()
     experts, n, k = weight.shape
@@ -59,7 +59,7 @@ def quantize_unchecked(weight: Tensor, scale_search: str | None = None) -> tuple
 
 
 def quantize_mxfp8(weight: Tensor) -> MXFP8Weight:
-    """`formats.mxfp8.quantize` of a weight on a CUDA device.
+    """Run `formats.mxfp8.quantize` on a weight on a CUDA device.
 
     Args:
         weight: (E, N, K), float32, bfloat16 or float16, any strides; K a multiple of 32.
@@ -73,7 +73,7 @@ def quantize_mxfp8(weight: Tensor) -> MXFP8Weight:
 
 
 def quantize_mxfp8_unchecked(weight: Tensor) -> tuple[MXFP8Weight, Tensor]:
-    """`formats.mxfp8.quantize_unchecked` of a weight on a CUDA device. Does not synchronise."""
+    """Run `formats.mxfp8.quantize_unchecked` on a weight on a CUDA device. Does not synchronise."""
     mxfp8.check_quantizable(weight, None)
     weight = weight.detach()
     experts, n, k = weight.shape
@@ -89,7 +89,7 @@ def quantize_mxfp8_unchecked(weight: Tensor) -> tuple[MXFP8Weight, Tensor]:
 
 
 def _parts(weight: Tensor) -> Iterator[slice]:
-    """Experts at a time: all, or of a weight that is copied first only some."""
+    """Yield slices of experts to quantize at a time: all experts, or some if the weight has to be copied first."""
     experts, n, k = weight.shape
     contiguous = weight.is_contiguous() and weight.data_ptr() % 16 == 0
     step = experts if contiguous else max(1, _COPY_BYTES // max(n * k * weight.element_size(), 1))

@@ -1,4 +1,4 @@
-"""A router's launches for logits of one kind: which kernels of src/router.cu, of which sizes.
+"""Chooses the launches of a router: the kernels of src/router.cu, and the sizes of their grids.
 Called by kernels/cuda/operators.py; calls chain.py beside it.
 """
 
@@ -40,7 +40,7 @@ _BLOCKS = ((8192, 128), (2**31, 256))  # and about so many blocks (Qwen3, 65536 
 
 
 def unserved_reason(experts: int, form: RouterConfig) -> str | None:
-    """Return why the kernels do not serve a router; None when they do."""
+    """Return why the kernels do not serve a router; None if they do."""
     for value, most, what in (
         (experts, MAX_EXPERTS, "experts"),
         (form.top_k, MAX_TOP_K, "experts per token"),
@@ -56,9 +56,9 @@ def append_router(chain: ChainBuilder, spec: RouterSpec, logits: Address, bias: 
 
     Args:
         chain: the chain.
-        spec: of the router, without `unserved_reason`; at least one token.
+        spec: the spec of the router, without `unserved_reason`; at least one token.
         logits: (T, E).
-        bias: (E,), where the spec has it.
+        bias: (E,), if the spec has it.
 
     Returns:
         scores, expert_ids, row_slot, offsets and slot_row.
@@ -110,7 +110,7 @@ def append_linear_router(
 
     Args:
         chain: the chain.
-        spec: of the router, with a hidden size; `serves_linear`.
+        spec: the spec of the router, with a hidden size; `serves_linear` is True for it.
         x: (T, H).
         weight: (E, H).
         linear_bias: (E,), of the linear layer.
@@ -143,7 +143,7 @@ def _results(chain: ChainBuilder, spec: RouterSpec) -> tuple[Address, Address, A
 
 
 def _kind_of_kernel(spec: RouterSpec) -> tuple[int, int]:
-    """PER_LANE and BY of the kernels for a router."""
+    """Return PER_LANE and BY of the kernels for a router."""
     by = BY_LOGIT if spec.logits == torch.float32 else BY_BITS
     if spec.bias is not None or spec.form.grouped:
         by = BY_SCORE
@@ -151,7 +151,7 @@ def _kind_of_kernel(spec: RouterSpec) -> tuple[int, int]:
 
 
 def _numbers(spec: RouterSpec, per_block: int) -> tuple[Any, ...]:
-    """The fields of RouterArguments behind the pointers."""
+    """Return the fields of RouterArguments behind the pointers."""
     form, experts = spec.form, spec.num_experts
     # Groups of whole lanes, a power of two of them, have a shorter way.
     per_lane, _ = _kind_of_kernel(spec)

@@ -2,9 +2,9 @@
 Called through kernels/select.py, with the functions of kernels/training_reference.py; calls the launches of
 backend.py for src/activation.cu and src/bias.cu, linear.py and wgrad.py beside it, and torch._grouped_mm.
 
-Nothing synchronizes with the host: torch's grouped GEMM does in float16 and float32, and on some devices, where it is
-not called. Nothing is added by atomics. Operands of any strides and alignment: what kernels cannot read as it is, is
-copied. Offsets are not trusted.
+Nothing synchronizes with the host. torch's grouped GEMM does so in float16 and float32, and on some devices: it is not
+called there. Nothing is added by atomics. Operands may have any strides and alignment: operands that kernels cannot
+read are copied. Offsets are not trusted.
 
 Legend: M rows sorted by expert, E experts, N out_features, K in_features, I features of an activation's output.
 """
@@ -22,7 +22,7 @@ from thunder_moe.activations import SwiGLUConfig
 from thunder_moe.formats.checks import require
 from thunder_moe.formats.weight import NVFP4Weight
 from thunder_moe.kernels import training_reference
-from thunder_moe.kernels.arguments import DTYPE_CODES, dtype_code, floats, pointer
+from thunder_moe.kernels.arguments import DTYPE_CODES, as_kernel_float, dtype_code, pointer
 from thunder_moe.kernels.cuda import backend, low_rank
 from thunder_moe.kernels.cuda import linear as linears
 from thunder_moe.kernels.cuda import wgrad as wgrads
@@ -60,8 +60,8 @@ _THREADS = 256  # kRowThreads
 _CHUNK_ROWS, _COLUMNS = 128, 256  # kChunkRows, kColumns
 _BLOCK_FEATURES = 4096  # from so many on, a block computes a row, and a warp below
 _MOST_BLOCKS = 2**16
-# Rows of an expert, from which on torch's grouped GEMM is taken for the gradient of a bfloat16 weight whose K is a
-# multiple of 256; of others always. H200, us, torch's, "wgmma", equal shares. Qwen3-30B-A3B (1536, 2048): 8 rows 356,
+# The least rows per expert for torch's grouped GEMM, for the gradient of a bfloat16 weight whose K is a multiple of
+# 256; for other weights it always is. H200, us, torch's, "wgmma", equal shares. Qwen3-30B-A3B (1536, 2048): 8 rows 356,
 # 347; 64 rows 358, 337; 256 rows 494, 514. Mixtral (28672, 4096): 128 rows 766, 914. GPT-OSS-20B (5760, 2880): 32 rows
 # 412, 440.
 _TORCHS_ROWS_OF_WGRAD = 96
@@ -69,7 +69,7 @@ _MANY_COLUMNS = 2**17  # of all experts, from which on a block of bias_grad_redu
 
 
 def grouped_mm(rows: Tensor, weight: Tensor, offsets: Tensor, out: Tensor | None = None) -> Tensor:
-    """(M, K) x (E, N, K) -> (M, N) in the rows' dtype, contiguous; `out` is returned where it is given."""
+    """Multiply (M, K) by (E, N, K): -> (M, N) in the rows' dtype, contiguous, and written into `out` if given."""
     (m, k), n, experts = rows.shape, weight.shape[1], offsets.shape[0]
     _check_dtype(rows)
     fits = weight.dtype == rows.dtype and (weight.shape[0], weight.shape[2]) == (experts, k)
@@ -98,14 +98,14 @@ def grouped_mm(rows: Tensor, weight: Tensor, offsets: Tensor, out: Tensor | None
 
 
 def grouped_mm_low_rank(rows: Tensor, weight: NVFP4Weight, offsets: Tensor, inner: Tensor, b: Tensor) -> Tensor:
-    """Rows (M, K) x a 4-bit weight (E, N, K) + inner (M, R) x b (E, N, R) -> (M, N), undefined past the end."""
+    """Compute rows (M, K) x a 4-bit weight (E, N, K) + inner (M, R) x b (E, N, R) -> (M, N), undefined past the end."""
     kernels = select(rows.device)
     out = low_rank.grouped_mm(rows, weight, offsets, inner, b) if kernels is backend else None
     return kernels.grouped_mm(rows, weight, offsets).add_(grouped_mm(inner, b, offsets)) if out is None else out
 
 
 def grouped_mm_low_rank_dgrad(grad: Tensor, weight: NVFP4Weight, offsets: Tensor, outer: Tensor, a: Tensor) -> Tensor:
-    """Grad (M, N) x a 4-bit weight (E, N, K) + outer (M, R) x a (E, R, K) -> (M, K); likewise."""
+    """Compute grad (M, N) x a 4-bit weight (E, N, K) + outer (M, R) x a (E, R, K) -> (M, K), undefined past the end."""
     kernels = select(grad.device)
     out = low_rank.dgrad(grad, weight, offsets, outer, a) if kernels is backend else None
     if out is None:
@@ -114,7 +114,7 @@ def grouped_mm_low_rank_dgrad(grad: Tensor, weight: NVFP4Weight, offsets: Tensor
 
 
 def gather_low_rank(tokens: Tensor, row_slot: Tensor, weight: Tensor, offsets: Tensor) -> tuple[Tensor, Tensor]:
-    """Tokens (T, K), row_slot (M,), weight (E, R, K) -> the rows (M, K) and their product (M, R), both undefined past
+    """Gather tokens (T, K) by row_slot (M,); multiply by (E, R, K): -> rows (M, K), product (M, R), both undefined past
     the end."""
     both = low_rank.gather(tokens, row_slot, weight, offsets)
     if both is not None:
@@ -124,7 +124,7 @@ def gather_low_rank(tokens: Tensor, row_slot: Tensor, weight: Tensor, offsets: T
 
 
 def gathered_wgrad(tokens: Tensor, row_slot: Tensor, grad: Tensor, offsets: Tensor) -> Tensor:
-    """`wgrad` for rows of tokens (T, K): gradient (M, N) -> (E, N, K)."""
+    """Return `wgrad` (E, N, K) of rows gathered from tokens (T, K), and their gradient (M, N)."""
     k, n = tokens.shape[1], grad.shape[1]
     if row_slot.shape[0] and k and linears.serves_rank(tokens.dtype, k, k, n):
         return wgrads.rank_wgrad(grad.to(tokens.dtype), tokens, offsets, False, row_slot)
@@ -132,17 +132,17 @@ def gathered_wgrad(tokens: Tensor, row_slot: Tensor, grad: Tensor, offsets: Tens
 
 
 def dgrad(grad: Tensor, weight: Tensor, offsets: Tensor, out: Tensor | None = None) -> Tensor:
-    """Gradient (M, N) of the output, (E, N, K) -> gradient (M, K) of the rows."""
+    """Multiply the gradient (M, N) of the output by (E, N, K): -> gradient (M, K) of the rows."""
     return grouped_mm(grad, weight.transpose(1, 2), offsets, out)
 
 
 def wgrad(rows: Tensor, grad: Tensor, offsets: Tensor, out: Tensor | None = None, accumulate: bool = False) -> Tensor:
-    """Rows (M, K), gradient (M, N) of the output -> gradient (E, N, K) of the weight, in the rows' dtype.
+    """Return the weight's gradient (E, N, K) in the rows' dtype, from rows (M, K) and the output's gradient (M, N).
 
     Args:
         out: float32 (E, N, K), contiguous: the gradient goes there, float32 from the products on.
-        accumulate: it is added to `out`, in which experts without rows stay as they were; otherwise it takes the place
-            of what `out` holds, whatever that is.
+        accumulate: it is added to `out`, where experts without rows are not written; otherwise it replaces the contents
+            of `out`.
     """
     (m, k), n, experts = rows.shape, grad.shape[1], offsets.shape[0]
     _check_dtype(rows)
@@ -179,16 +179,17 @@ def add_bias(
     scales: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """``(y + bias[expert] * bias_scale) * scales`` in float32, rounded once: (M, N), bias (E, N), (M,) each -> (M, N).
+    """Compute ``(y + bias[expert] * bias_scale) * scales`` in float32, rounded once: (M, N), bias (E, N), (M,) each ->
+    (M, N).
 
-    Rows past the end are zeros, in `out` they stay as they were; `out` may be y itself.
+    Rows past the end are zeros; in `out` they are not written. `out` may be y itself.
     """
     (rows, n), experts = y.shape, offsets.shape[0]
     result = torch.empty_like(y, memory_format=torch.contiguous_format) if out is None else out
     if result.numel() == 0 or experts == 0:
         return result if out is not None else result.zero_()
-    y, offsets, bias = y.detach().contiguous(), offsets.contiguous(), floats(bias)
-    bias_scale, scales = floats(bias_scale), floats(scales)
+    y, offsets, bias = y.detach().contiguous(), offsets.contiguous(), as_kernel_float(bias)
+    bias_scale, scales = as_kernel_float(bias_scale), as_kernel_float(scales)
     argument = BiasArguments(
         *map(pointer, (y, offsets, bias_scale, bias, None, result, scales)), rows, experts, n, _is_wide(offsets),
         dtype_code(bias_scale), dtype_code(scales), out is not None,
@@ -200,7 +201,7 @@ def add_bias(
 
 
 def bias_grad(grad: Tensor, offsets: Tensor, scale: Tensor | None = None) -> Tensor:
-    """Gradient (M, N) of the output, times scale (M,) -> float32 (E, N): the sum of each expert's rows.
+    """Sum each expert's rows of the output's gradient (M, N), times scale (M,): -> float32 (E, N).
 
     The order of each sum depends on the offsets alone: the same bits in each run. Rows past the end are not read.
     """
@@ -208,7 +209,7 @@ def bias_grad(grad: Tensor, offsets: Tensor, scale: Tensor | None = None) -> Ten
     out = torch.empty(experts, n, dtype=torch.float32, device=grad.device)
     if rows == 0 or out.numel() == 0:
         return out.zero_()
-    grad, offsets, scale = grad.detach().contiguous(), offsets.contiguous(), floats(scale)
+    grad, offsets, scale = grad.detach().contiguous(), offsets.contiguous(), as_kernel_float(scale)
     chunks = rows // _CHUNK_ROWS + min(experts, rows)
     columns = _COLUMNS if experts * n >= _MANY_COLUMNS else 32
     partial_sums = torch.empty(chunks, n, dtype=torch.float32, device=grad.device)
@@ -225,12 +226,12 @@ def bias_grad(grad: Tensor, offsets: Tensor, scale: Tensor | None = None) -> Ten
 
 
 def bias_scale_grad(grad: Tensor, bias: Tensor, offsets: Tensor) -> Tensor:
-    """Gradient (M, N) of the output, bias (E, N) -> float32 (M,): the product of each row with its expert's bias."""
+    """Multiply each row of the output's gradient (M, N) with its expert's bias (E, N): -> float32 (M,)."""
     (rows, n), experts = grad.shape, offsets.shape[0]
     out = torch.empty(rows, dtype=torch.float32, device=grad.device)
     if rows == 0 or n == 0 or experts == 0:
         return out.zero_()
-    grad, offsets, bias = grad.detach().contiguous(), offsets.contiguous(), floats(bias)
+    grad, offsets, bias = grad.detach().contiguous(), offsets.contiguous(), as_kernel_float(bias)
     argument = BiasArguments(
         *map(pointer, (grad, offsets, None, bias, None, out, None)), rows, experts, n, _is_wide(offsets)
     )
@@ -240,8 +241,8 @@ def bias_scale_grad(grad: Tensor, bias: Tensor, offsets: Tensor) -> Tensor:
 
 
 def combine_rows(rows: Tensor, offsets: Tensor, slot_row: Tensor, out: Tensor | None = None) -> Tensor:
-    """Rows (M, N), slot_row int32 (T, A) -> (T, N), as `training_reference.combine_rows`, by which other dtypes than
-    bfloat16 and float16 run."""
+    """Sum rows (M, N), slot_row int32 (T, A) -> (T, N), like `training_reference.combine_rows`, which serves other
+    dtypes than bfloat16 and float16."""
     if rows.dtype not in (torch.bfloat16, torch.float16):
         return training_reference.combine_rows(rows, offsets, slot_row, out)
     return backend.combine(rows, slot_row, None, out=out)
@@ -255,7 +256,7 @@ def scaled_swiglu(
     form: SwiGLUConfig,
     interleave: int | None = None,
 ) -> Tensor:
-    """(M, 2I) -> (M, I) in y's dtype: the activation, times scales (M,); float32 inside, rounded once."""
+    """Activate (M, 2I) -> (M, I) in y's dtype, times scales (M,); float32 inside, rounded once."""
     return _forward(_Input(y, scales, offsets, form, interleave))
 
 
@@ -269,8 +270,8 @@ def scaled_swiglu_gradient(
     interleave: int | None = None,
     needs: tuple[bool, bool] = (True, True),
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Gradient (M, I) of `scaled_swiglu`'s output -> those that `needs` asks for: of y, in its dtype, and of scales
-    (M,), in theirs: sums in an order that depends on I alone."""
+    """Return the gradients that `needs` asks for, from (M, I) of `scaled_swiglu`'s output: of y, in its dtype, and of
+    scales (M,), in theirs: sums in an order that depends on I alone."""
     return _backward(grad, _Input(y, scales, offsets, form, interleave), needs)
 
 
@@ -285,7 +286,7 @@ def swiglu_gradient_and_value(
 
 
 def scaled_srelu(y: Tensor, scales: Tensor | None = None, offsets: Tensor | None = None) -> Tensor:
-    """(M, I) -> (M, I): ``relu(y)**2``, times scales (M,); float32 inside, rounded once."""
+    """Compute ``relu(y)**2`` times scales (M,): (M, I) -> (M, I); float32 inside, rounded once."""
     return _forward(_Input(y, scales, offsets))
 
 
@@ -297,7 +298,7 @@ def scaled_srelu_gradient(
     *,
     needs: tuple[bool, bool] = (True, True),
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Gradient (M, I) of `scaled_srelu`'s output -> those that `needs` asks for of y and of scales (M,)."""
+    """Return the gradients of y and of scales (M,) that `needs` asks for, from (M, I) of `scaled_srelu`'s output."""
     return _backward(grad, _Input(y, scales, offsets), needs)
 
 
@@ -306,7 +307,7 @@ def _check_dtype(rows: Tensor) -> None:
 
 
 def _linear(rows: Tensor, weight: Tensor, offsets: Tensor, out: Tensor | None) -> Tensor:
-    """(M, K) x (E, N, K) -> (M, N) by the kernels of linear.py; past the last row end zeros, in `out` what was."""
+    """Multiply (M, K) x (E, N, K) -> (M, N) by the kernels of linear.py; zeros past the last row end, but in `out`."""
     rows = rows.contiguous()
     transposed = not weight.is_contiguous() and weight.mT.is_contiguous()
     weight = weight.mT if transposed else weight.contiguous()
@@ -323,7 +324,7 @@ def _linear(rows: Tensor, weight: Tensor, offsets: Tensor, out: Tensor | None) -
 
 
 def _multiply(rows: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
-    """(M, K) x (E, N, K) -> (M, N) by torch, whose rows are multiples of 16 bytes; rows past the end are undefined."""
+    """Multiply (M, K) x (E, N, K) -> (M, N) by torch, with rows of a multiple of 16 bytes; undefined past the end."""
     if weight.stride(2) != 1 and weight.stride(1) != 1:
         weight = weight.contiguous()
     ends = _ends(offsets, rows.shape[0])
@@ -332,7 +333,7 @@ def _multiply(rows: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
 
 
 def _zero_past_end(rows: Tensor, offsets: Tensor) -> Tensor:
-    """Rows (M, N) of which those past the last row end have become zeros, contiguous."""
+    """Return the rows (M, N), contiguous, with zeros past the last row end."""
     rows, offsets = rows.contiguous(), offsets.contiguous()
     argument = BiasArguments(
         *map(pointer, (None, offsets, None, None, None, rows, None)), rows.shape[0], offsets.shape[0], rows.shape[1],
@@ -344,7 +345,7 @@ def _zero_past_end(rows: Tensor, offsets: Tensor) -> Tensor:
 
 
 def _ends(offsets: Tensor, rows: int) -> Tensor:
-    """Row ends that torch's grouped GEMM may trust: int32, none decreases or exceeds the rows."""
+    """Return row ends that torch's grouped GEMM may trust: int32, none decreases or exceeds the rows."""
     return backend.row_starts(offsets.to(torch.int32), rows)[1:]
 
 
@@ -359,7 +360,7 @@ class _Input(NamedTuple):
 
     @property
     def features(self) -> int:
-        """I."""
+        """Return I."""
         return self.y.shape[1] // (1 if self.form is None else 2)
 
 
@@ -386,7 +387,7 @@ def _activation(
     value: Tensor | None = None,
 ) -> None:  # fmt: skip
     y, scales, offsets, form, interleave = of
-    y, scales, features = y.detach().contiguous(), floats(scales), of.features
+    y, scales, features = y.detach().contiguous(), as_kernel_float(scales), of.features
     offsets = None if offsets is None else offsets.contiguous()
     grad = None if grad is None else grad.detach().contiguous()
     run, pack = interleave or features, -1  # see load_gate_up
@@ -405,7 +406,7 @@ def _activation(
 
 
 def _by_rows(sources: tuple[Path, ...], kernel: str, rows: int, argument: BiasArguments, device: torch.device) -> None:
-    """Launches a kernel of which a warp takes a row."""
+    """Launch a kernel whose warps take a row each."""
     blocks = min(-(-rows // (_THREADS // 32)), _MOST_BLOCKS)
     launch(sources, kernel, _THREADS, 0, blocks, argument, device)
 
@@ -415,6 +416,6 @@ def _is_wide(offsets: Tensor) -> bool:
 
 
 def _vectors(features: int, *tensors: Tensor | None) -> str:
-    """ "true" where 8 numbers can be loaded at a time: rows of a multiple of 8, aligned to 16 bytes."""
+    """Return "true" if 8 numbers can be loaded at a time: rows of a multiple of 8, aligned to 16 bytes."""
     aligned = all(tensor.data_ptr() % 16 == 0 for tensor in tensors if tensor is not None)
     return str(features % 8 == 0 and aligned).lower()

@@ -43,17 +43,17 @@ def wgrad(
     x: Tensor, grad: Tensor, offsets: Tensor, out: Tensor, accumulate: bool, *, kernel: str | None = None,
     columns: int | None = None,
 ) -> None:  # fmt: skip
-    """Rows (M, K), gradient (M, N), offsets (E,) -> out (E, N, K): adds each expert's grad.T @ x to it, or writes it,
-    rounded once.
+    """Write each expert's grad.T @ x to out (E, N, K), or add it, rounded once; rows x (M, K), gradient (M, N), offsets
+    (E,).
 
     Args:
         x, grad: of one dtype, float32, bfloat16 or float16; M, N and K positive.
         offsets: int32 or int64 row ends.
-        out: contiguous; float32, or of the rows' dtype where nothing is added.
-        accumulate: add. Where nothing is added, `out` is not read, and experts without rows get zeros.
-        kernel: of `KERNELS`, by default the fastest that takes the operands: "wgmma" (SM90) and "mma" take 16-bit rows
-            of 16-byte multiples.
-        columns: of K in a tile of "wgmma": 256, 192 or 128.
+        out: contiguous; float32, or the rows' dtype if nothing is added.
+        accumulate: True to add. Otherwise `out` is not read, and experts without rows get zeros.
+        kernel: one of `KERNELS`, by default the fastest that takes the operands: "wgmma" (SM90) and "mma" take 16-bit
+            rows of 16-byte multiples.
+        columns: the number of columns of K in a tile of "wgmma": 256, 192 or 128.
     """
     x, grad, offsets = x.detach().contiguous(), grad.detach().to(x.dtype).contiguous(), offsets.contiguous()
     where = target(x.device)
@@ -89,7 +89,8 @@ def wgrad(
 def rank_wgrad(
     narrow: Tensor, wide: Tensor, offsets: Tensor, wide_first: bool, row_slot: Tensor | None = None
 ) -> Tensor:
-    """Rows (M, R) and (M, K) -> (E, R, K), each expert's narrow.T @ wide, or (E, K, R), its transpose, in their dtype.
+    """Return each expert's narrow.T @ wide (E, R, K) of rows (M, R) and (M, K), or its transpose (E, K, R), in their
+    dtype.
 
     Args:
         narrow, wide: of one dtype of 16 bits; M and K positive, K and R multiples of 8, R at most 64.
@@ -137,7 +138,8 @@ def _map(rows: Tensor) -> Any:
 
 
 def _columns(k: int, rows_per_expert: float, dtype: torch.dtype) -> int:
-    """Return the width of a tile: narrow for few rows of a float32 result, else the widest of those that waste least.
+    """Return the width of a tile: narrow for few rows of a float32 result, else the widest among the least wasteful
+    ones.
 
     H200, adding, in us with 128, 192 and 256 columns. Qwen3 (1536, 2048): 64 rows per expert 1094, 1163, 1243, 256 rows
     1315, 1355, 1374. Mixtral (28672, 4096): 128 rows 2692, 2896, 3006, 1024 rows 5337, 5170, 4851. GPT-OSS (2880,

@@ -34,18 +34,18 @@ class SemaphorePool:
         self._device = device
         self._zeros = zeros
         self._used = 0
-        # By the stream and whether kernels overlap: the slice, and the capture that it belongs to.
+        # (stream, True if kernels overlap) -> the slice, and the capture that it belongs to.
         self._of_stream: dict[tuple[int, bool], Tensor] = {}
         self._of_capture: dict[tuple[int, bool], tuple[int, Tensor]] = {}
         self._lock = threading.Lock()
 
     def take(self, size: int = STREAM_SIZE, *, overlapping: bool = False) -> Tensor:
-        """int32 (at least `size`,) for a kernel that is launched, or captured, on the device's current stream.
+        """Return int32 (at least `size`,) for a kernel that is launched, or captured, on the device's current stream.
 
         Args:
             size: a multiple of 32, a cache line.
             overlapping: the kernel uses the slice before the one in front of it in the stream has ended, so it gets
-                another than that one, which may not overlap in its turn.
+                another slice than that kernel, which must not be overlapping, too.
         """
         stream = launch.current_stream(self._device.index), overlapping
         capture = launch.capture_of(stream[0]) if _is_capturing(self._device) else 0
@@ -75,7 +75,7 @@ _LOCK = threading.Lock()
 
 
 def semaphore_pool(device: torch.device) -> SemaphorePool:
-    """The pool of a device, which has an index."""
+    """Return the pool of a device, which has an index."""
     pool = _POOLS.get(device)
     if pool is not None:
         return pool
@@ -88,9 +88,9 @@ def semaphore_pool(device: torch.device) -> SemaphorePool:
 
 
 def _zeros_from_own_thread(size: int, device: torch.device) -> Tensor:
-    """Permanent int32 zeros that every stream sees.
+    """Return permanent int32 zeros that every stream sees.
 
-    Allocated in another thread, so that neither the caller's memory pool (the warm-up of a CUDA graph) nor its
+    They are allocated in another thread, so that neither the caller's memory pool (the warm-up of a CUDA graph) nor its
     inference mode applies. The host waits for the side stream that fills them.
     """
     with ThreadPoolExecutor(1) as thread:

@@ -69,7 +69,7 @@ inline __m512 e4m3_over_256(__m256i words) {
 }
 #endif
 
-// What kernels ask of a number format: 16 codes in fp32, and what holds of its weights without their global scale.
+// The interface of a number format: 16 codes decoded to fp32, and properties of weights without their global scale.
 struct Nvfp4 {
   static constexpr int64_t kBlock = 16;  // weights that share a scale
   static constexpr int64_t bytes(int64_t weights) { return weights / 2; }
@@ -167,8 +167,8 @@ void dequantize_column(Format, const uint8_t* codes, const uint8_t* scale, int64
   }
 }
 
-// A 16-bit float as a sum of bf16: itself, or high + low, of which fp16's 11 bits are 8 and 3. Where high is not finite,
-// low is 0.
+// A 16-bit float as a sum of bf16: itself, or high + low, which have 8 and 3 of fp16's 11 bits. Where high is not
+// finite, low is 0.
 template <class T>
 constexpr int64_t kParts = std::is_same<T, fp16>::value ? 2 : 1;
 inline void split(bf16 from, bf16* high, bf16*) { *high = from; }
@@ -180,7 +180,7 @@ inline void split(fp16 from, bf16* high, bf16* low) {
 }
 
 #if defined(HAS_AVX512)
-// 64 e4m3 -> bf16, exact: low has those of bytes 0 to 7 of each 16, high of bytes 8 to 15.
+// 64 e4m3 -> bf16, exact: low has the values of bytes 0 to 7 of each 16 bytes, high the values of bytes 8 to 15.
 struct E4M3Words {
   __m512i low, high;
 };
@@ -256,7 +256,7 @@ void dequantize_column(Mxfp8, const uint8_t* codes, const uint8_t* scale, int64_
   }
 }
 
-// Two blocks at a time: vpermw in a table of 32 words, the sixteen values of the first block, then those of the second.
+// Two blocks at a time: vpermw in a table of 32 words, the first block's sixteen values, then the second block's.
 void dequantize_column(Nvfp4, const uint8_t* codes, const uint8_t* scale, int64_t k, int64_t padded, bf16* out) {
   alignas(64) uint16_t source[32], shift[32], second[32], odd[32];
   for (int i = 0; i < 32; ++i) {

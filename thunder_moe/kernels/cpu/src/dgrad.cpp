@@ -1,7 +1,7 @@
 // Gradient of a CPU grouped GEMM with packed weights: out[m, k] = sum_n grad[m, n] w[e, n, k], 16-bit grad.
 // Called through ctypes by kernels/cpu/backend.py, where thunder_moe_kernels() tells of panels; calls panels.h.
 //
-// As the panel kernel of grouped_mm.cpp: panels of 64 k are decoded to bf16 pairs of n, exactly from 2^-126 on, and
+// Like the panel kernel of grouped_mm.cpp: panels of 64 k are decoded to bf16 pairs of n, exactly from 2^-126 on, and
 // multiplied by brgemm, two at a time, because 128 k of NVFP4 are a cache line of codes. fp16 gradients are two bf16
 // summands. The global scale of an expert multiplies the sum; global scales of the columns, which are summed over here,
 // multiply the gradient, which is rounded once more.
@@ -36,7 +36,7 @@ void decode_row_pairs(const uint8_t* codes, const uint8_t* scale, int64_t k, int
       const int64_t at = Format::bytes(16) * block;
       const __m512 first = _mm512_mul_ps(Format::values(code0 + at), factor0);
       const __m512 second = _mm512_mul_ps(Format::values(code1 + at), factor1);
-      // MXFP8's weights below 2^-133 have bits in the lower half, too: without the mask they fell upon `first`.
+      // MXFP8's weights below 2^-133 have bits in the lower half, too: without the mask they would overwrite `first`.
       const __m512i low = _mm512_srli_epi32(_mm512_castps_si512(first), 16), upper = _mm512_set1_epi32(-65536);
       _mm512_storeu_si512(to, _mm512_ternarylogic_epi32(low, _mm512_castps_si512(second), upper, 0xF8));  // a | (b & c)
     }
@@ -145,8 +145,8 @@ void grouped_mm_dgrad(Gradient problem, const T* grad, const int32_t* offsets, i
 
 extern "C" {
 
-// grad (count, n), bf16 or fp16 -> out (count, k); row ends are held to count, rows of no expert are not written.
-// Returns what guarded does, or -1 where there are no panels.
+// grad (count, n), bf16 or fp16 -> out (count, k); row ends are clamped to count, rows of no expert are not written.
+// Returns the result of guarded, or -1 if this CPU has no panel kernel.
 int32_t thunder_moe_grouped_mm_dgrad(const void* grad, int64_t count, const uint8_t* qdata, const uint8_t* scale,
                                      const float* global, int32_t per_column, const int32_t* offsets,
                                      int64_t num_experts, int64_t n, int64_t k, int32_t dtype, int32_t format,

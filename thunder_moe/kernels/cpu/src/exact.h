@@ -66,7 +66,7 @@ void for_ranges(const int32_t* offsets, int64_t num_experts, int64_t count, int6
 // small. In all, less than K * 2^-114 is lost of a sum, so sums from 2^-80 on are right. Smaller sums, and those that
 // are not finite, are wrong only if their row has a tiny or a huge number: without one, products are normal and sums
 // finite, or the operands hold NaN or infinities. Such outputs are computed again in fp64.
-// That holds of weights from 2^-45 to 2^17. MXFP8's can be smaller and larger: see unusual_columns.
+// This holds for weights from 2^-45 to 2^17. MXFP8's can be smaller and larger: see unusual_columns.
 constexpr float kLeastSum = 0x1.0p-80f, kTiny = 0x1.0p-80f, kHuge = 0x1.0p+27f, kLargest = 0x1.FFFFFEp+127f;
 
 inline bool is_doubtful(float sum) { return !(std::fabs(sum) >= kLeastSum && std::fabs(sum) <= kLargest); }
@@ -81,7 +81,7 @@ inline bool has_doubtful(const float* sums, int64_t count) {  // without a branc
 }
 
 inline bool has_tiny_or_huge(const fp16*, int64_t) { return false; }
-// By the bits of floats, or of bf16, their upper halves; without a branch, so that compilers vectorize it. Rows of
+// Compares the bits of floats, or of bf16, their upper halves; without a branch, so that compilers vectorize it. Rows of
 // zeros or NaN, whose sums are doubtful, take 0 to 7 % longer than others, rows of subnormals alone 14 to 40 times as
 // long.
 template <class T>
@@ -100,8 +100,8 @@ bool has_tiny_or_huge(const T* x, int64_t k) {
   return found != 0;
 }
 
-// Columns of a task, by bit: `extreme` with scales from which bf16 weights would not be right, which are computed again
-// in any case, `small` with weights so small that products may be subnormal, where doubtful sums are.
+// Columns of a task, by bit. `extreme`: their scales would make bf16 weights inexact; these columns are always computed
+// again. `small`: their weights are so small that products may be subnormal; doubtful sums are computed again.
 struct Columns {
   uint64_t extreme = 0, small = 0;
 };

@@ -5,7 +5,7 @@
 
 namespace {
 
-// By value, unlike std::min and std::max, so that compilers vectorize them; a NaN in `a` stays one.
+// They take values, unlike std::min and std::max, so that compilers vectorize them; a NaN in `a` stays NaN.
 inline float least(float a, float b) { return b < a ? b : a; }
 inline float most(float a, float b) { return b > a ? b : a; }
 

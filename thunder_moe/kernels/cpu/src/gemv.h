@@ -13,10 +13,10 @@ constexpr int64_t kDotsRows = 8;   // rows at a time: 2 x 8 sums + 2 x 4 weights
 constexpr int64_t kFmaRows = 8;    // 2 x 8 sums + 2 weights + 2 factors
 
 #if defined(HAS_AVX512)
-// What gemv kernels ask of a number format, 128 k of a column at a time: Packed codes, and Scales of these. A step has
-// kGroups groups of vectors that share a vector of factors, by which their sums are to be multiplied; kSumScale
-// multiplies the whole sum. Values are fp32, eight vectors of a step, in the order of spread_row, words bf16, four
-// vectors, in the order of permute_row: both orders are those in which decoding leaves codes; activations follow them.
+// What gemv kernels ask of a number format, 128 k of a column at a time: Packed codes and their Scales. A step has
+// kGroups groups of vectors; the sums of a group are multiplied by its vector of factors, and kSumScale multiplies the
+// whole sum. Values are fp32, eight vectors of a step, in the order of spread_row; words are bf16, four vectors, in the
+// order of permute_row. Decoding leaves codes in these orders, and activations follow them.
 template <class Format>
 struct Gemv;
 
@@ -52,7 +52,7 @@ struct Gemv<Nvfp4> {
     Values(const Gemv& gemv, const Packed& packed, int) : codes(packed.codes), table(gemv.values) {}
     __m512 operator[](int j) const { return _mm512_permutexvar_ps(_mm512_srli_epi32(codes, 4 * j), table); }
   };
-  // Of both columns at once: the conversion is shared.
+  // Handles both columns at once: they share the conversion.
   static void factors_of_values(__m128i scale0, __m128i scale1, __m512 (&factor)[2][kGroups]) {
     const __m512i pairs = _mm512_setr_epi32(0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5, 6, 6, 7, 7);
     const __m512 both = e4m3_over_256(_mm256_cvtepi8_epi16(_mm_unpacklo_epi64(scale0, scale1)));

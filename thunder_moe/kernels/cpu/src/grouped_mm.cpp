@@ -148,8 +148,8 @@ void with_format(int32_t format, const F& run) {
 template <class Format>
 constexpr bool kHasTiles = std::is_same<Format, Nvfp4>::value;
 
-// What grouped_mm is told of the kernels: experts with at most `gemv` rows take a gemv kernel, `fma` or dots, those with
-// at most `tile` rows tiles, those with at least `panel` rows panels, others slices, of fp32 or, if x has, of bf16; those
+// The choice of kernels: experts with at most `gemv` rows take a gemv kernel, `fma` or dots; experts with at most `tile`
+// rows take tiles, with at least `panel` rows panels, and all others slices, of fp32 or, for 16-bit x, of bf16. Experts
 // with more than `most` rows are left out.
 struct Limits {
   int64_t gemv, tile, panel, most;
@@ -198,7 +198,7 @@ const Element* gather_groups(const Problem& problem, const std::vector<Task>& ta
 #endif
 
 #if defined(HAS_TILES)
-// Rows of tile tasks as tiles, of which Task::permuted counts the rows.
+// Rows of tile tasks as tiles; Task::permuted counts the rows of these tiles.
 const bf16* gather_tiles(const Problem& problem, const std::vector<Task>& tasks, int64_t rows, int64_t parts,
                          Scratch& memory) {
   const int64_t padded = round_up(problem.k, 128);
@@ -358,7 +358,7 @@ void dequantize_rows(const uint8_t* qdata, const uint8_t* scale, const float* gl
 
 extern "C" {
 
-// What the last call that returned 2 in this thread died of.
+// The error of the last call in this thread that returned 2.
 const char* thunder_moe_error() { return thunder_moe_last_error.c_str(); }
 
 // Kernels that were built for this CPU: 1 dots, 2 panels, 4 fma, 8 tiles.
@@ -379,7 +379,7 @@ int32_t thunder_moe_kernels() {
   return kernels;
 }
 
-// out[row, k] for rows of [E, N]; per_row: global is [E * N] rather than [E]. Returns what guarded does.
+// out[row, k] for rows of [E, N]; per_row: global is [E * N] rather than [E]. Returns the result of guarded.
 int32_t thunder_moe_dequantize(const uint8_t* qdata, const uint8_t* scale, const float* global, int32_t per_row,
                                int64_t rows, int64_t n, int64_t k, int32_t dtype, int32_t format, void* out) {
   return guarded([&] {
@@ -394,12 +394,12 @@ int32_t thunder_moe_dequantize(const uint8_t* qdata, const uint8_t* scale, const
   });
 }
 
-// At most that many threads for calls of this thread; 0 is all of torch's.
+// Limits the threads of calls from this thread; 0 allows all of torch's threads.
 void thunder_moe_set_workers(int32_t workers) { thunder_moe_most_workers = workers; }
 
-// x (count, k); row ends are held to count. Experts whose number of rows is above max_rows are left out. gemv_rows: rows
-// up to which x takes a gemv kernel (fma, else dots if x has 16 bits), tile_rows: up to which 16-bit x takes tiles,
-// panel_rows: from which it takes panels; where there are these. fp32_slices: bf16 x takes slices of fp32, too.
+// x (count, k); row ends are clamped to count. Experts with more than max_rows rows are left out. If this CPU has the
+// kernels, up to gemv_rows rows take a gemv kernel (fma, else dots if x has 16 bits), up to tile_rows rows of 16-bit x
+// take tiles, and from panel_rows rows on it takes panels. fp32_slices: bf16 x takes slices of fp32, too.
 int32_t thunder_moe_grouped_mm(const void* x, int64_t count, const uint8_t* qdata, const uint8_t* scale,
                                const float* global, int32_t per_column, const int32_t* offsets, int64_t num_experts,
                                int64_t n, int64_t k, int32_t dtype, int32_t format, int64_t max_rows, int64_t gemv_rows,

@@ -87,7 +87,7 @@ void for_each(int64_t count, const F& run) {
   for_each(count, run, [] {});
 }
 
-// Runs and returns 0; 1 when out of memory, 2 for another error, of which thunder_moe_error() tells.
+// Runs and returns 0; 1 when out of memory, 2 for another error, which thunder_moe_error() describes.
 template <class F>
 int32_t guarded(const F& run) {
   try {

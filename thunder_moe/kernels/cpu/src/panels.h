@@ -98,7 +98,7 @@ void decode_pairs(Nvfp4, const uint8_t* codes, int64_t codes_stride, const uint8
       for (int64_t c = 0; c < columns; ++c) std::memcpy(some[c], scale + c * scale_stride + base / 16, left / 16);
       gather_scales(some[0], 8, factor);
     }
-    // No prefetcher of the CPU follows 16 columns. What comes next is in the same columns or in the 16 after them.
+    // No prefetcher of the CPU follows 16 columns. The next codes are in the same columns or in the next 16.
     const bool wrap = base + kAhead >= count;
     const int64_t next_k = base + kAhead - (wrap ? count : 0), behind = wrap ? 16 : 0;
     const uint8_t* next_codes = codes + behind * codes_stride + next_k / 2;
@@ -159,8 +159,8 @@ void decode_pairs(Mxfp8, const uint8_t* codes, int64_t codes_stride, const uint8
 }
 
 // A copy of rows [first, last) for brgemm, write(row, part 0, part 1) of each. brgemm reads up to kBlockRows - 1 rows
-// behind those of an expert; nobody looks at their products. Rows are not a power of two apart, or the 16 of a tile
-// would fall into one set of the L1 cache.
+// behind an expert's rows; their products are not used. The distance of rows is not a power of two: otherwise the 16
+// rows of a tile would fall into one set of the L1 cache.
 template <class T, class F>
 Parts copy_parts(int64_t first, int64_t last, int64_t k, Scratch& memory, const F& write) {
   const int64_t rows = last - first + kBlockRows, stride = (k + 31) / 32 * 32 + 32;

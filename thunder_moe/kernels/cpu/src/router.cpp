@@ -1,6 +1,6 @@
 // A router's logits -> scores and expert ids, and the slots t * A + a of tokens sorted by expert, on a CPU.
 // Called through ctypes by kernels/cpu/backend.py, compiled together with grouped_mm.cpp; calls numbers.h and exp.h.
-// What is computed: `RouterConfig` and `route` of thunder_moe/routing.py. Threads share the tokens; one sorts the slots.
+// It computes `RouterConfig` and `route` of thunder_moe/routing.py. Threads share the tokens; one sorts the slots.
 #include <vector>
 
 #include "exp.h"
@@ -51,7 +51,7 @@ struct Choice {
       : form(form), logits(form.experts), scores(form.experts), choice(form.experts), sums(form.num_groups),
         keys(std::max(form.experts, form.num_groups)), best(std::max({form.top_k, form.top_groups, form.group_best})) {}
 
-  // Takes experts outside of the best groups out of the choice.
+  // Removes experts outside of the best groups from the choice.
   void mask_groups() {
     const int64_t size = form.experts / form.num_groups;
     for (int64_t group = 0; group < form.num_groups; ++group) {
@@ -72,7 +72,7 @@ struct Choice {
     const int64_t experts = form.experts, top_k = form.top_k;
     for (int64_t i = 0; i < experts; ++i) logits[i] = to_float(from[i]);
     const bool grouped = form.top_groups < form.num_groups, by_score = bias != nullptr || grouped;
-    // By logits, and normalized over the chosen ones: the sum over all experts cancels.
+    // Chosen by logits, and normalized over the chosen ones: the sum over all experts cancels.
     const bool all = by_score || (!form.sigmoid && (!form.normalize || form.epsilon > 0 || form.least_sum > 0));
     if (all && form.sigmoid) {
       for (int64_t i = 0; i < experts; ++i) scores[i] = sigmoid_of(logits[i]);

@@ -97,8 +97,8 @@ void thunder_moe_swiglu(const void* gate_up, int32_t dtype, int64_t rows, int64_
   });
 }
 
-// rows (count, n) -> out (tokens, n); slot_row (tokens, top_k), where entries that are no row of an expert are
-// skipped; weight (tokens, top_k) and bias may be null.
+// rows (count, n) -> out (tokens, n); entries of slot_row (tokens, top_k) that are not a row of an expert are skipped;
+// weight (tokens, top_k) and bias may be null.
 void thunder_moe_combine(const void* rows, int32_t dtype, int64_t count, const int32_t* slot_row, const float* weight,
                          int64_t tokens, int64_t top_k, int64_t n, const void* bias, int32_t bias_dtype,
                          const int32_t* offsets, int64_t num_experts, void* out) {

@@ -18,11 +18,11 @@
 namespace {
 
 constexpr int64_t kTilesRows = 32;  // rows at a time: two tiles of activations
-// How many rows the tiles of a group of rows have: those of one tile, or two of 16.
+// The number of rows in the tiles of a group of rows: the rows of one tile, or two tiles of 16.
 inline int64_t tiled_rows(int64_t rows) { return rows <= 16 ? rows : kTilesRows; }
 
 #if defined(HAS_TILES)
-// Of 1 and 2 blocks, 1 to 4 steps: 8 rows, 32 experts (2048, 768), two threads, 3.5 ms against 3.8 to 4.7 ms.
+// The best of 1 and 2 blocks, 1 to 4 steps: 8 rows, 32 experts (2048, 768), two threads, 3.5 ms against 3.8 to 4.7 ms.
 constexpr int64_t kTilesCols = 32;  // outputs per task: two tiles of weights share one of activations
 constexpr int64_t kChunk = 2;       // steps of 128 k that are decoded at a time
 constexpr int64_t kTilesAhead = 4;  // steps between a prefetch and its use
@@ -64,7 +64,7 @@ inline __m512i scaled_up(__m512i words) {  // 32 bf16 times 2^100
   return _mm512_or_si512(_mm512_srli_epi32(low, 16), high);
 }
 
-// The four codes of word w of a column's 32 words are those of k = 4 w + j: activations are tiles [step of 128 k][j]
+// Word w of a column's 32 words has the four codes of k = 4 w + j: activations are tiles [step of 128 k][j]
 // [half of the rows][w / 2][row][w % 2]. `count` rows of bf16 summands, row(index) each, of K.
 template <class F>
 void tile_rows(int64_t count, int64_t k, bf16* out, const F& row) {
@@ -138,7 +138,7 @@ void tile_task(const Problem& problem, const Task& task) {
     const uint8_t *from = codes + column * stride, *scales = scale + column * scale_stride;
     bf16* out = weight[chunk & 1] + n / 16 * 4 * kTile + n % 16 * 32;
     for (int64_t step = kChunk * chunk; step < std::min(steps, kChunk * (chunk + 1)); ++step) {
-      // No prefetcher of the CPU follows so many columns. What comes next is in the same ones or in those after them.
+      // No prefetcher of the CPU follows so many columns. The next codes are in the same columns or in the ones after them.
       const int64_t ahead = step + kTilesAhead, behind = ahead < steps ? 0 : kTilesCols;
       const int64_t next = ahead < steps ? ahead : ahead - steps, left = k - 128 * step;
       __builtin_prefetch(codes + (n + behind) * stride + 64 * next);

@@ -70,7 +70,7 @@ DEVICE void load8(float (&out)[8], const void* from, int64_t at) {
   widen8<DTYPE>(out, eight);
 }
 
-// Four numbers, likewise; of 16 bits 8 bytes aligned.
+// Four numbers, likewise; 16-bit ones are aligned to 8 bytes.
 template <int DTYPE>
 DEVICE void load4(float (&out)[8], const void* from, int64_t at) {
   if constexpr (DTYPE == 0) {
@@ -147,8 +147,8 @@ DEVICE void swiglu_backward(const ActivationArguments& args, float& gate, float&
   gate = grad_gate, up = grad_up;
 }
 
-// The features of a thread at a time, by PACK: 0 eight, gate and up in runs of 8 and more each; 1, 2 or 4 (the interleave) four, whose
-// gate and up are 8 numbers in a row; -1 one, anywhere.
+// The features that a thread computes at a time, by PACK. 0: eight, with gate and up in runs of at least 8 each. 1, 2 or 4 (the
+// interleave): four, whose gate and up are 8 numbers in a row. -1: one, anywhere.
 template <int PACK>
 constexpr int kFeatures = PACK == 0 ? 8 : PACK > 0 ? 4 : 1;
 
@@ -206,13 +206,13 @@ DEVICE void store_features(void* to, int64_t at, const float (&values)[8]) {
   else store1<DTYPE>(to, at, values[0]);
 }
 
-// The rows that experts have.
+// The number of rows that belong to experts.
 DEVICE int64_t live_rows(const ActivationArguments& args) {
   if (args.offsets == nullptr) return args.rows;
   return min(args.rows, offset_at(args.offsets, args.num_experts - 1, args.wide_offsets));
 }
 
-// SWIGLU: else squared ReLU. PER_ROW: threads of a row, 32 or all of the block.
+// SWIGLU: SwiGLU, otherwise squared ReLU. PER_ROW: the threads of a row, 32 or all threads of the block.
 template <int DTYPE, bool SWIGLU, int PACK, int PER_ROW>
 __global__ void __launch_bounds__(kRowThreads) activation_forward(const ActivationArguments args) {
   await_previous_kernel();

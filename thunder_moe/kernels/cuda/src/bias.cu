@@ -2,7 +2,7 @@
 // Compiled at run time by kernels/cuda/training.py behind activation.cu; tests/emulator/cuda_emulator.h runs it on a CPU.
 //
 // Gradients: the rows of each expert are cut into chunks of kChunkRows. bias_grad_chunks adds up each chunk, bias_grad_reduce the chunks of
-// an expert; an expert of one chunk has its sum at once. No atomics: the results are the same bits in each run. Bound by memory.
+// an expert; the first kernel writes the sum of an expert with one chunk. No atomics: each run gives the same bits. Bound by memory.
 
 struct BiasArguments {
   const void* rows_in;  // (M, N): y, or the gradient of the output
@@ -28,7 +28,7 @@ DEVICE int chunks_of(const BiasArguments& args, int expert) {
   return max(row_end_of(args, expert) - row_end_of(args, expert - 1) + kChunkRows - 1, 0) / kChunkRows;
 }
 
-// Column i of 8 of a lane: neighbours where 16 bytes can be loaded at a time.
+// Column i of a lane's 8: they are neighbours if 16 bytes can be loaded at a time.
 template <bool VECTOR>
 DEVICE int column_of(int tile, int i) {
   const int lane = threadIdx.x % 32;
@@ -103,8 +103,8 @@ __global__ void __launch_bounds__(kRowThreads) bias_grad_chunks(const BiasArgume
   to[column] = total;
 }
 
-// A block: one expert, args.block_columns columns, of which a warp takes 32. Few chunks are added one after the other; of many each
-// warp adds neighbouring ones, then the warps' sums are added in their order.
+// A block sums args.block_columns columns of one expert; a warp takes 32 columns. Few chunks are added one after the other. If there
+// are many, each warp adds neighbouring ones, then the warps' sums are added in their order.
 __global__ void __launch_bounds__(kRowThreads) bias_grad_reduce(const BiasArguments args) {
   await_previous_kernel();
   constexpr int kFewChunks = 8;
@@ -154,7 +154,7 @@ __global__ void __launch_bounds__(kRowThreads) bias_grad_reduce(const BiasArgume
   }
 }
 
-// The expert of a row that is one's: the first whose rows end behind it.
+// The expert of a row that belongs to one: the first expert whose rows end behind it.
 DEVICE int expert_of(const BiasArguments& args, int64_t row) {
   int low = 0, high = args.num_experts - 1;
   while (low < high) {
@@ -165,7 +165,7 @@ DEVICE int expert_of(const BiasArguments& args, int64_t row) {
   return low;
 }
 
-// The gradient of what multiplies each row's bias: a warp per row, sum of grad * bias of its expert; 0 past the end.
+// The gradient of the factor of each row's bias, a warp per row: the sum of grad * bias of its expert; 0 past the end.
 template <int DTYPE, int BIAS_DTYPE, bool VECTOR>
 __global__ void __launch_bounds__(kRowThreads) bias_scale_grad(const BiasArguments args) {
   await_previous_kernel();
@@ -188,7 +188,7 @@ __global__ void __launch_bounds__(kRowThreads) bias_scale_grad(const BiasArgumen
   }
 }
 
-// (y + bias * scale) * scales: a warp per row. BIAS_DTYPE -1: there is no bias.
+// (y + bias * scale) * scales: a warp per row. BIAS_DTYPE -1: without a bias.
 template <int DTYPE, int BIAS_DTYPE, bool VECTOR>
 __global__ void __launch_bounds__(kRowThreads) add_bias(const BiasArguments args) {
   await_previous_kernel();

@@ -70,7 +70,7 @@ struct Result {
   std::vector<int64_t> sizes, strides;
 };
 
-// Where an address in an argument struct comes from; chain.py numbers them alike.
+// The source of an address in an argument struct; chain.py has the same numbers.
 enum Source { kOperand, kResult, kScratch, kSemaphores };
 
 struct Address {
@@ -116,7 +116,7 @@ struct Chain {
 
 thread_local bool context_is_bound = false;
 
-// By device and stream, who launches. Looked up with the GIL; there are few streams, and threads may outlive statics.
+// The launcher of each device and stream. Looked up with the GIL; there are few streams, and threads may outlive statics.
 auto& turns = *new std::map<std::pair<int, void*>, std::mutex>;
 
 bool is_equal(PyObject* a, PyObject* b) {
@@ -126,7 +126,7 @@ bool is_equal(PyObject* a, PyObject* b) {
 
 // True if the operands are of the kind that the chain was built for; their addresses, 0 for values.
 bool are_served(const Chain& chain, PyObject* const* arguments, size_t count, PyObject* names, uint64_t* addresses) {
-  // What is left out at the end is None.
+  // Arguments that are left out at the end are None.
   for (size_t i = chain.operands.size(); i < count; ++i)
     if (arguments[i] != Py_None) return false;
   const Py_ssize_t given = names ? PyTuple_GET_SIZE(names) : 0;
@@ -149,7 +149,7 @@ bool are_served(const Chain& chain, PyObject* const* arguments, size_t count, Py
     }
     if (i >= count || !THPVariable_Check(arguments[i])) return false;
     const at::Tensor& tensor = THPVariable_Unpack(arguments[i]);
-    // Keys that are left tell of subclasses, transforms, lazy negation and all else that is not memory on the device.
+    // Any other key means a subclass, a transform, lazy negation or something else that is not plain memory on the device.
     const auto keys = tensor.key_set() - c10::autograd_dispatch_keyset_with_ADInplaceOrView - c10::autocast_dispatch_keyset;
     if (keys != chain.keys || tensor.scalar_type() != wanted.dtype || tensor.device() != chain.device ||
         tensor.sizes() != at::IntArrayRef(wanted.sizes))
@@ -194,7 +194,7 @@ PyObject* run(Chain& chain, PyObject* const* arguments, size_t count, PyObject* 
     const int operand = chain.results[i].operand;
     if (operand < 0) continue;
     results[i] = THPVariable_Unpack(arguments[operand]);
-    // To be written: memory that a lazy copy shares with another tensor is copied now, and autograd learns of it.
+    // The operand will be written: copy memory that a lazy copy shares with another tensor, and tell autograd.
     operands[operand] = reinterpret_cast<uint64_t>(results[i].mutable_data_ptr());
     if (!results[i].is_inference()) results[i].unsafeGetTensorImpl()->bump_version();
   }
@@ -235,8 +235,8 @@ PyObject* run(Chain& chain, PyObject* const* arguments, size_t count, PyObject* 
   }
   int status = 0;
   {
-    // A launch waits while the queue of its stream is full. Other threads run meanwhile, as they may have to launch what
-    // the queue waits for, on another device; but nothing of theirs comes between the launches of a chain on a stream.
+    // A launch waits while the queue of its stream is full. Other threads run meanwhile, because they may have to launch
+    // the work that the queue waits for, on another device. They launch nothing between a chain's launches on a stream.
     std::mutex& turn = turns[{chain.device.index(), stream}];
     const WithoutGil launching;
     const std::lock_guard<std::mutex> lock(turn);

@@ -20,20 +20,20 @@ typedef unsigned long long uint64_t;
 
 // On SM90 and newer a kernel's blocks start while the kernel before still runs (programmatic dependent launch, requested by
 // kernels/cuda/nvrtc.py): they wait here for its results, and only then allow the next kernel's blocks to start. So behind this
-// line all earlier kernels of the stream have completed. It is the first statement of a kernel that touches global memory, but
-// for those that are told which of their operands the kernel before them writes (`late_x`, `late_rows`). What they read in
-// front of this line is what was complete when the kernel before them began, if that one is ours: it allowed them to start
-// behind its own wait, so all kernels before it had completed and their results were visible. Hence every block of every
+// line all earlier kernels of the stream have completed. It is the first statement of a kernel that touches global memory. The
+// exceptions are kernels that are told which operand the kernel before them writes (`x_from_previous_kernel`,
+// `rows_from_previous_kernel`): they read the other operands in front of this line. If the kernel before is ours, it allowed them
+// to start behind its own wait, so all kernels before it had completed and their results were visible. Hence every block of every
 // kernel waits, also one that finds no work: otherwise a kernel could complete before the kernel that it follows.
 //
-// Between ours there may be kernels of inductor that start early, too (`triton.enable_pdl`). They wait before they allow the
-// next one to start, and wait first where the kernel in front of them is not inductor's; one that follows another of inductor's
-// may load before it waits what that one does not write. So by induction the same holds for a chain of both: once a kernel has
+// Between our kernels there may be inductor's, which start early, too (`triton.enable_pdl`). They wait before they allow the next
+// kernel to start. They wait first if the kernel in front of them is not inductor's; otherwise they may load operands before they
+// wait, but only operands that this kernel does not write. So by induction the same holds for mixed chains: once a kernel has
 // waited, all earlier ones have completed, also those that read the memory which it is about to write (a buffer that inductor
-// or the caching allocator uses again). Weights are never read in front of the wait, since the kernel in front may write them,
-// but for those of a chain of ours. A kernel of inductor that loads nothing (a fill) is the exception: it may not wait at all,
-// so that the kernel behind it may find an earlier one unfinished. Inductor writes one where an operator is given a constant
-// tensor that is made in the graph, which no operator of ours needs.
+// or the caching allocator uses again). Weights are never read in front of the wait, since the kernel in front may write them;
+// only inside a chain of ours they are. A kernel of inductor that loads nothing (a fill) is the exception: it may not wait at all,
+// so that the kernel behind it may find an earlier one unfinished. Inductor writes such a kernel if an operator is given a
+// constant tensor that is made in the graph; no operator of ours needs one.
 DEVICE void await_previous_kernel() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;" ::: "memory");
@@ -41,7 +41,7 @@ DEVICE void await_previous_kernel() {
 #endif
 }
 
-// Of single words in global memory that blocks exchange; no order with other accesses.
+// Loads and stores of single words in global memory that blocks exchange, without an order with other accesses.
 DEVICE void store_word(uint32_t* p, uint32_t word) { asm volatile("st.relaxed.gpu.global.b32 [%0], %1;" ::"l"(p), "r"(word) : "memory"); }
 DEVICE uint32_t load_word(const uint32_t* p) {
   uint32_t word;
@@ -49,7 +49,7 @@ DEVICE uint32_t load_word(const uint32_t* p) {
   return word;
 }
 
-// 16 bytes, aligned: by one instruction, where the compiler makes four of `*p = make_uint4(...)` at times.
+// Stores 16 aligned bytes by one instruction; the compiler sometimes makes four of `*p = make_uint4(...)`.
 DEVICE void store16(void* p, uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
   asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(p), "r"(a), "r"(b), "r"(c), "r"(d) : "memory");
 }
@@ -100,8 +100,8 @@ DEVICE uint32_t narrow2(float low, float high) {
 }
 
 // Two words of codes in layout "tiled_64x64" (`to_tiled` in formats/tiled_64x64.py) -> four pairs of codes of each, the even k in
-// the low half. A code's sign becomes that of a bf16, its other bits the lowest bits of the exponent and the highest of the
-// mantissa; all other bits are zero.
+// the low half. A code's sign becomes the sign of a bf16; its other bits become the lowest bits of the exponent and the highest
+// bits of the mantissa; all other bits are zero.
 DEVICE void unpack_words(uint32_t (&first)[4], uint32_t (&second)[4], uint32_t even, uint32_t odd) {
   constexpr uint32_t kPair = 0x81C081C0;
   const uint32_t fourths = select_bits(0x06030603, even, odd << 2);  // both words hold half of both fourth pairs
@@ -123,7 +123,7 @@ DEVICE float load_float(const void* p, int64_t i, int dtype) {
   return dtype == 1 ? widen<true>(bits) : widen<false>(bits);
 }
 
-// The slot of a row, clamped to those that exist: row_slot is not trusted.
+// The slot of a row, clamped to existing slots: row_slot is not trusted.
 DEVICE int slot_of_row(const int* row_slot, int row, int rows) {
   return static_cast<int>(min(static_cast<uint32_t>(row_slot[row]), static_cast<uint32_t>(rows - 1)));
 }

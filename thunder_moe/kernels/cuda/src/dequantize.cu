@@ -12,7 +12,7 @@ struct DequantizeArguments {
   int rows_per_global, k, n;  // rows that share a global scale
 };
 
-// Whether a row of all weights is of an expert that is left out. (As `row_starts` and `count_tiles` take offsets: where they decrease, too.)
+// True if a row of all weights belongs to an expert that is left out. (Decreasing offsets count like in `row_starts` and `count_tiles`.)
 DEVICE bool is_left_out(const DequantizeArguments& args, uint32_t row) {
   if (args.offsets == nullptr) return false;
   const int expert = static_cast<int>(row / static_cast<uint32_t>(args.n));
@@ -46,7 +46,7 @@ __global__ void __launch_bounds__(256) dequantize(const DequantizeArguments args
   }
 }
 
-// Before, word i of thread t of four is element (i, t) of a matrix; after, element (t, i). The four are 2 lanes apart.
+// Transposes 4 x 4 words of four threads, 2 lanes apart: word i of thread t becomes word t of thread i.
 DEVICE void transpose4x4(uint32_t (&words)[4], int t) {
   const auto exchange = [](uint32_t& a, uint32_t& b, bool upper, int mask) {  // b of the lower thread with a of the upper one
     const uint32_t got = float_to_bits(shuffle_xor(bits_to_float(upper ? a : b), mask));
@@ -98,7 +98,7 @@ __global__ void __launch_bounds__(256) dequantize_tiled(const DequantizeArgument
 
 // ---- MXFP8 (formats/mxfp8.py): global_scale is not read ----
 
-// With NaN.
+// A float of an E4M3 code, NaN included.
 DEVICE float e4m3_signed(uint32_t code) {
   const float magnitude = (code & 0x7F) == 0x7F ? bits_to_float(0x7FC00000) : e4m3(code);
   return code & 0x80 ? -magnitude : magnitude;

@@ -12,7 +12,7 @@ struct GatherLowRankArguments {
 
 constexpr int kTileRows = 128, kStageK = 64, kUnits = kStageK / 8;  // units of 16 bytes
 
-// Where a unit of 16 bytes of a row of 64 numbers lies: no two of eight rows below each other are in the same banks.
+// The place of a unit of 16 bytes of a row of 64 numbers: no two of eight rows below each other are in the same banks.
 DEVICE int unit_at(int row, int unit) { return row * kUnits + (unit ^ (row % 8)); }
 
 // Rows (M, K) x (E, N, K), or TRANSPOSED (E, K, N) -> (M, N), N <= 16 * C. Eight warps, each 16 rows, copies of the threads into a ring of

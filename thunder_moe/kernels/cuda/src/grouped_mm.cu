@@ -2,7 +2,7 @@
 // Compiled at run time by kernels/cuda/nvrtc.py behind grouped_mm.cuh; tests/emulator/cuda_emulator.h runs it on a CPU.
 //
 // A thread reads 32 weights of a row of weights at a time, always the same 32 k of a chunk, and the same
-// 32 k of its token: within a chunk the order of k is free, so neither operand is exchanged between threads and both
+// 32 k of its token: the order of k within a chunk does not matter, so threads exchange no operand, and both operands
 // keep their natural order in memory. `grouped_mm` can split K over the warps of a block and waits rarely (few rows per
 // expert); `grouped_mm_staged` stages many tokens' chunks in shared memory.
 
@@ -12,7 +12,7 @@ DEVICE int place_of_unit(int token, int unit) { return ((unit % 4 * 4 + unit / 4
 
 // C: blocks of 8 tokens of a tile; R: blocks of 16 weight rows of a warp (SwiGLU: one of gate, one of up); WN, WK: warps
 // along N and along K; DEPTH: chunks of weights in flight. Persistent. Shared memory holds its tokens' k of a segment of
-// kSegment chunks, while those of the next segment are copied.
+// kSegment chunks, while the next segment is copied.
 template <bool BF16, bool SWIGLU, bool FULL, int C, int R, int WN, int WK, int DEPTH>
 __global__ void __launch_bounds__(32 * WN * WK) grouped_mm(const GemmArguments args) {
   await_previous_kernel();
@@ -168,7 +168,7 @@ struct TokenCopies {
   }
 };
 
-// As grouped_mm, for many rows per expert: WN warps share the 8 * C tokens of a tile, STAGES chunks of them in flight.
+// Like grouped_mm, for many rows per expert: WN warps share the 8 * C tokens of a tile, STAGES chunks of them in flight.
 template <bool BF16, bool SWIGLU, bool FULL, int C, int R, int WN, int STAGES>
 __global__ void __launch_bounds__(32 * WN) grouped_mm_staged(const GemmArguments args) {
   await_previous_kernel();

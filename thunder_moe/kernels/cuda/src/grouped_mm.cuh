@@ -24,7 +24,9 @@ struct GemmArguments {
   float alpha, limit, up_shift;  // limit <= 0: none
   int* tile_counter;  // of the tile scheduler: zero before and after
   int read_once;      // load weights with L2 evict_first, see `plan_gemm` of plan.py
-  int late_x;         // of tiled_mma.cu: the kernel before this one writes x and no other operand, the others are read before it is waited for
+  // For tiled_mma.cu and tiled_cluster.cu: the kernel before this one writes x and no other operand, so the other operands are
+  // read before the wait for it (programmatic dependent launch).
+  int x_from_previous_kernel;
 };
 
 struct GatherArguments {  // of gather_rows and order_rows
@@ -108,7 +110,7 @@ DEVICE const uint16_t* token_of_row(const GemmArguments& args, int row, int end)
 
 // ---- the GEMM ----
 
-// Where a thread reads its rows g and g + 8, from its first chunk on.
+// The address at which a thread reads its rows g and g + 8, from its first chunk on.
 struct Rows {
   const uint8_t* codes[2];
   const uint8_t* scales[2];
@@ -144,7 +146,7 @@ DEVICE void prefetch_for_epilogue(const GemmArguments& args, int expert, int n0,
   }
 }
 
-// Of chunk `chunk` from there on. FULL: K is a multiple of the chunk. Otherwise k_left says how many k there are from the thread's
+// Loads chunk `chunk` from there on. FULL: K is a multiple of the chunk. Otherwise k_left says how many k there are from the thread's
 // 32 of that chunk on.
 template <bool FULL, bool SCALES = true>
 DEVICE void load_weights(Weights& w, const Rows& rows, int chunk, int k_left) {
@@ -153,7 +155,7 @@ DEVICE void load_weights(Weights& w, const Rows& rows, int chunk, int k_left) {
     load_row<FULL, SCALES>(w, half, rows.codes[half] + chunk * (kChunk / kCodesPerByte), rows.scales[half] + chunk * (kChunk / kScaleK), k_left);
 }
 
-// One block of 8 tokens against half a decoded chunk; x holds the thread's 32 k of its token.
+// Multiplies one block of 8 tokens by half a decoded chunk; x holds the thread's 32 k of its token.
 template <bool BF16>
 DEVICE void multiply(float (&acc)[4], const uint32_t (&a)[4][4], const uint4 (&x)[4], int part) {
 #pragma unroll
@@ -178,7 +180,7 @@ DEVICE void for_each_sum(float (&acc)[R][C][4], F f) {
 template <int STAGES>
 DEVICE int next_stage(int stage) { return stage + 1 == STAGES ? 0 : stage + 1; }
 
-// The epilogue's factors and biases of a thread's rows of weights; rows past the last feature have those of the last.
+// The epilogue's factors and biases of a thread's rows of weights; rows past the last feature repeat the last row's.
 template <int R>
 struct RowFactors {
   float factor[R][2], bias[R][2];
@@ -198,7 +200,7 @@ struct RowFactors {
   }
 };
 
-// The slot_scale of a row of a tile; rows at or past `end` have that of the last one.
+// The slot_scale of a row of a tile; rows at or past `end` get the last row's scale.
 DEVICE float scale_of_row(const GemmArguments& args, int row, int end) {
   row = min(row, end - 1);
   return load_float(args.slot_scale, args.row_slot != nullptr ? slot_of_row(args.row_slot, row, args.rows) : row, args.slot_scale_dtype);
@@ -237,7 +239,7 @@ DEVICE void store(const GemmArguments& args, const float (&acc)[R][C][4], const 
   }
 }
 
-// The same, with row factors and scales loaded here.
+// The same epilogue, but it loads row factors and scales itself.
 template <bool BF16, bool SWIGLU, int C, int R, int STRIDE>
 DEVICE void store(const GemmArguments& args, const float (&acc)[R][C][4], int expert, int row0, int end, int n0, int g, int t) {
   RowFactors<R> rows;

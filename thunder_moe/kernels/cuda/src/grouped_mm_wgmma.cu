@@ -37,7 +37,7 @@ __global__ void __launch_bounds__(128 * WG, 1) grouped_mm_wgmma(const GemmArgume
   static_assert(STAGES >= 3, "a stage is filled while two are read");
   constexpr int kThreads = 128 * WG, kTokens = 8 * C;
   // A stage in units of 16 bytes: [2 halves of a chunk][kTokens][8], then with FULL each thread's part of its rows,
-  // codes [kCodePieces][R][2][kThreads] and scales (4 bytes each, of which a thread needs kThreadScales) [R][2][kThreads].
+  // codes [kCodePieces][R][2][kThreads] and scales (4 bytes each; a thread needs kThreadScales of them) [R][2][kThreads].
   constexpr int kCodes = kTokens * 16, kScales = kCodes + 2 * R * kCodePieces * kThreads;
   constexpr int kStage = FULL ? kScales + 2 * R * kThreads / 4 : kCodes;
   constexpr int kTileRows = WG * 64 * (SWIGLU ? 1 : R);

@@ -1,4 +1,4 @@
-// What the grouped GEMMs of 16-bit and float32 weights have in common: operands, tiles of a routing, zeros past the last row end.
+// Shared by the grouped GEMMs of 16-bit and float32 weights: operands, tiles of a routing, zeros past the last row end.
 // Compiled behind ptx.cuh and in front of linear_mma.cu, or behind wgmma_shared.cuh and in front of linear_wgmma.cu (kernels/cuda/linear.py).
 
 struct LinearArguments {
@@ -54,7 +54,7 @@ struct LinearTile {
   int expert, row, end, n;
 };
 
-// Tiles in the order in which blocks take them: what they read at a time stays in L2. Each thread goes through them upwards.
+// Tiles in the order in which blocks take them, so that the operands of concurrent tiles stay in L2. A thread asks for ascending ones.
 template <int ROWS, int COLUMNS>
 struct LinearTiles {
   const LinearArguments& args;
@@ -76,7 +76,7 @@ struct LinearTiles {
   }
 };
 
-// Rows past the last end become zeros: the part of a block, of whose threads so many take part. Rows are whole units.
+// Writes a block's part of the zeros for rows past the last end, with `threads` of its threads. Rows are whole units.
 template <class Unit>
 DEVICE void write_zeros(const LinearArguments& args, const ExpertTiles& experts, int row_bytes, int thread, int threads) {
   if (!args.zero_tail) return;

@@ -1,16 +1,16 @@
 // Grouped GEMMs of 16-bit and float32 weights, rows of each expert times its weight or its transpose: by mma (SM80), and by float32
 // products. Compiled at run time by kernels/cuda/linear.py behind ptx.cuh and linear.cuh; tests/emulator/cuda_emulator.h runs it on a CPU.
 //
-// Persistent, as linear_wgmma.cu; the rows are the left operand. linear_mma: eight warps, each a half of the rows by 32 of a tile's 128
+// Persistent, like linear_wgmma.cu; the rows are the left operand. linear_mma: eight warps, each a half of the rows by 32 of a tile's 128
 // columns, copies of the threads into a ring of stages of 32 k. linear_any: any dtype, any widths and any alignment.
 
 constexpr int kTileN = 128, kMmaK = 32, kMmaStages = 4;
 
-// Where a unit of 16 bytes lies: no two of eight rows below each other are in the same banks.
+// The place of a unit of 16 bytes: no two of eight rows below each other are in the same banks.
 DEVICE int unit_of_row(int row, int unit) { return row * 4 + (unit ^ (row / 2 % 4)); }             // rows of 32 k
 DEVICE int unit_of_wide_row(int row, int unit) { return row * (kTileN / 8) + (unit ^ (row % 8)); }  // rows of 128 columns
 
-// ROWS: of a tile, 32 or 128.
+// ROWS: the rows of a tile, 32 or 128.
 template <bool BF16, bool TRANSPOSED, int ROWS>
 __global__ void __launch_bounds__(256, 2) linear_mma(const LinearArguments args) {
   await_previous_kernel();
@@ -88,7 +88,7 @@ __global__ void __launch_bounds__(256, 2) linear_mma(const LinearArguments args)
   }
 }
 
-// DTYPE of all: 0 float32, 1 bfloat16, 2 float16. ROWS: of a tile, 32, 64 or 128. A thread computes ROWS / 16 rows by 8 columns, four of them
+// DTYPE of all operands: 0 float32, 1 bfloat16, 2 float16. ROWS: of a tile, 32, 64 or 128. A thread computes ROWS / 16 rows by 8 columns, four of them
 // beside each other twice, and loads the numbers of the next 16 k while it multiplies.
 template <int DTYPE, bool TRANSPOSED, int ROWS>
 __global__ void __launch_bounds__(256, ROWS < 128 ? 2 : 1) linear_any(const LinearArguments args) {

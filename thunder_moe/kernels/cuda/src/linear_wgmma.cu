@@ -2,15 +2,15 @@
 // Compiled at run time by kernels/cuda/linear.py behind wgmma_shared.cuh and linear.cuh; tests/emulator/cuda_emulator.h runs it on a CPU.
 //
 // Persistent. The weight is the left operand, so that an expert with few rows wastes little: two warpgroups each multiply 64 of its
-// 128 columns of the result by TOKENS rows of x. One warp has the copy engine fill a ring of stages of 64 k. A weight that lies
-// transposed, as for the gradient of the rows, is read so by the tensor cores.
+// 128 columns of the result by TOKENS rows of x. One warp has the copy engine fill a ring of stages of 64 k. The tensor cores can
+// read a transposed weight, as in the gradient of the rows.
 
 struct TmaLinearArguments {
   TensorMap weight, x;  // (E N, K), or transposed (E K, N), in boxes of 64 rows by 64 columns; (M, K) in boxes of TOKENS rows by 64 k
   LinearArguments of;
 };
 
-// With the product of a LoRA adapter, which is added: rows (M, rank), and b as the weight lies.
+// Arguments with a LoRA adapter, whose product is added: rows (M, rank), and b in the weight's layout.
 struct LowRankLinearArguments {
   TensorMap weight, x, b, inner;
   LinearArguments of;
@@ -42,7 +42,7 @@ struct Number {
   static constexpr int value = VALUE;
 };
 
-// What a warpgroup multiplies: 64 columns of each of the block's tiles. rank: of an adapter, whose product is one stage more; 0 for none.
+// A warpgroup multiplies 64 columns of each of the block's tiles. rank: an adapter's, whose product is one more stage; 0 for none.
 // WHOLE: K is a multiple of 64; factor(expert): the sums in front of the adapter are multiplied by it.
 template <bool BF16, bool TRANSPOSED, bool WHOLE, int TOKENS, int STAGES, class Factor>
 DEVICE void consume_linear(

@@ -39,7 +39,7 @@ struct Weights {
   uint32_t scales[2];
 };
 
-// Of one of the two rows. FULL: K is a multiple of the chunk. Otherwise k_left says how many k there are from the thread's 32 on:
+// Loads one of the two rows. FULL: K is a multiple of the chunk. Otherwise k_left says how many k there are from the thread's 32 on:
 // all 32 or none.
 template <bool FULL, bool SCALES>
 DEVICE void load_row(Weights& w, int half, const uint8_t* codes, const uint8_t* scales, int k_left) {
@@ -57,7 +57,7 @@ DEVICE ChunkScales no_scales() { return 0; }
 // Thread s of the four that share a row has the scales of chunk s, one of each thread's k; afterwards thread t has its own of all
 // four chunks.
 DEVICE ChunkScales exchange_scales(ChunkScales chunk, int t) {
-  // Of the 2 x 2 blocks of the matrix [chunk][thread], those off the diagonal change places, then those within each.
+  // Transposes the matrix [chunk][thread]: the 2 x 2 blocks off the diagonal change places, then the elements within each block.
   const uint32_t across = __shfl_xor_sync(0xffffffffu, chunk, 2);
   const uint32_t halves = t & 2 ? permute_bytes(across, chunk, 0x7632u) : permute_bytes(chunk, across, 0x5410u);
   const uint32_t beside = __shfl_xor_sync(0xffffffffu, halves, 1);

@@ -13,7 +13,7 @@ DEVICE uint2 load8(const uint8_t* p) { return *reinterpret_cast<const uint2*>(p)
 
 // Two E4M3 scales (bytes 0 and 1 of `pair`) -> two 16-bit floats, times 2**118 (bf16) or 2**6 (fp16).
 // E4M3's exponent and mantissa, moved under a 16-bit float's, give the value times 2**-120 (bf16) or 2**-8 (fp16),
-// subnormals too; the rest is multiplied, in two steps for bf16 since 2**238 is no float. Scales are not negative.
+// subnormals too; the rest is multiplied, in two steps for bf16, because a float cannot hold 2**238. Scales are not negative.
 template <bool BF16>
 DEVICE uint32_t decode_scales(uint32_t pair) {
   const uint32_t bits = permute_bytes(pair, 0u, 0x4140u);
@@ -53,7 +53,7 @@ struct Weights {
   uint32_t scales[2];
 };
 
-// Of one of the two rows. FULL: K is a multiple of the chunk. Otherwise k_left says how many k there are from the thread's 32 on.
+// Loads one of the two rows. FULL: K is a multiple of the chunk. Otherwise k_left says how many k there are from the thread's 32 on.
 template <bool FULL, bool SCALES>
 DEVICE void load_row(Weights& w, int half, const uint8_t* codes, const uint8_t* scales, int k_left) {
   if constexpr (FULL) {
@@ -80,8 +80,8 @@ typedef uint2 ChunkScales;
 DEVICE ChunkScales load_chunk_scales(const uint8_t* p) { return load8(p); }
 DEVICE ChunkScales no_scales() { return make_uint2(0, 0); }
 
-// Thread s of the four that share a row has the scales of chunk s, two of each thread's k; afterwards thread t has its own
-// two of all four chunks: those of chunks 0 and 1 in x, 2 and 3 in y.
+// Thread s of the four that share a row has the scales of chunk s, two of each thread's k. Afterwards thread t has its own two
+// scales of all four chunks: of chunks 0 and 1 in x, of chunks 2 and 3 in y.
 DEVICE uint2 exchange_scales(uint2 chunk, int t) {
   const bool odd = t % 2, high = t / 2;
   const uint32_t mine = high ? chunk.y : chunk.x;

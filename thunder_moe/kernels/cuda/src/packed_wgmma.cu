@@ -1,7 +1,7 @@
 // The gradient of a grouped GEMM's rows from NVFP4 weights in layout "tiled_64x64", by wgmma (SM90).
 // Compiled at run time by kernels/cuda/linear.py behind nvfp4.cuh and linear_wgmma.cu; tests/emulator/cuda_emulator.h runs it on a CPU.
 //
-// As linear_wgmma.cu with a transposed weight, whose boxes two warpgroups decode into the stages, each two stages of codes ahead in registers.
+// Like linear_wgmma.cu with a transposed weight: two warpgroups decode its boxes into the stages, with codes two stages ahead in registers.
 
 struct PackedLinearArguments {
   TensorMap x, b, inner;      // (M, K) in boxes of TOKENS rows by 64 k; of an adapter, as in LowRankLinearArguments
@@ -35,7 +35,7 @@ DEVICE void load_part(PackedPart& part, const PackedLinearArguments& all, const 
   }
 }
 
-// Decodes it to boxes in the tensor cores' swizzle: 2**-8 of e2m1 * scale, exact. PER_ROW: times the global scale, in float32, rounded once.
+// Decodes this part to boxes in the tensor cores' swizzle: 2**-8 of e2m1 * scale, exact. PER_ROW: times the global scale, in float32, rounded once.
 template <bool BF16, bool PER_ROW>
 DEVICE void decode_boxes(uint8_t* boxes, const PackedPart& part) {
   const int warp = threadIdx.x % 128 / 32, g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;

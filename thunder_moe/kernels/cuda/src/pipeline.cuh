@@ -10,7 +10,7 @@
 
 constexpr int kBlock = 64;  // rows, and k, of a block of weights
 
-// Of the kernels by wgmma.
+// For the kernels with wgmma.
 struct TmaGemmArguments {
   TensorMap x;         // of gemm.x, in boxes of a tile's tokens
   GemmArguments gemm;  // x is gathered already; row_slot serves slot_scale alone
@@ -51,7 +51,7 @@ DEVICE void init_pipeline(uint8_t* footer, int consumers) {
   }
 }
 
-// The producer waits until a stage is empty, then writes its work item and how many bytes will arrive.
+// The producer waits until a stage is empty, then writes its work item and the number of bytes that will arrive.
 DEVICE void acquire_stage(StageFooter* stage, int parity, const WorkItem& work, int bytes) {
   mbarrier_wait(mbarrier_address(&stage->empty), parity ^ 1);
   stage->work = work;

@@ -165,7 +165,7 @@ DEVICE void prefetch_tensor_map(const TensorMap* map) { asm volatile("prefetch.t
 // The named barrier `id` (1 to 15), for `threads` threads of whole warps.
 DEVICE void named_barrier_sync(int id, int threads) { asm volatile("barrier.sync %0, %1;" ::"r"(id), "r"(threads) : "memory"); }
 
-// A binary semaphore in global memory, 0 or 1. Release: what this warp has written is visible to whoever acquires it. Acquire:
+// A binary semaphore in global memory, 0 or 1. Release: writes of this warp are visible to the warp that acquires it. Acquire:
 // spins until it is released, then resets it to 0.
 DEVICE void semaphore_release(int* semaphore) {
   asm volatile("st.release.gpu.global.b32 [%0], %1;" ::"l"(semaphore), "r"(1) : "memory");

@@ -196,7 +196,7 @@ DEVICE uint32_t code_register(uint32_t byte) {
   return (byte & 7) << 6 | (byte & 8) << 12 | (byte & 0x70) << 18 | (byte & 0x80) << 24;
 }
 
-// The byte of "tiled_64x64" that stands for an E4M3 byte. Those of 128 and more are no block scales; a table has them.
+// The byte of "tiled_64x64" that stands for an E4M3 byte. Bytes of 128 and more are not block scales; a table has them.
 DEVICE uint32_t scale_byte(const QuantizeArguments& args, uint32_t scale) {
   if (scale >= 128) return args.scale_map[scale];
   // The upper bits of a small integer as float32 are its exponent and 3 bits of mantissa.

@@ -12,10 +12,10 @@ struct RankWgradArguments {
 
 constexpr int kStageRows = 64, kColumns = 128, kUnits = kColumns / 8;  // units of 16 bytes
 
-// Where a unit of a wide row lies: no two of eight rows below each other are in the same banks.
+// The place of a unit of a wide row: no two of eight rows below each other are in the same banks.
 DEVICE int unit_at(int row, int unit) { return row * kUnits + (unit ^ (row % 8)); }
 
-// C: blocks of 16 of N; STAGES: of the ring. The result is (E, N, K), WIDE_FIRST (E, K, N).
+// C: blocks of 16 of N; STAGES: stages of the ring. The result is (E, N, K), WIDE_FIRST (E, K, N).
 template <bool BF16, bool WIDE_FIRST, int C, bool GATHER, int STAGES>
 __global__ void __launch_bounds__(256, 2) rank_wgrad(const RankWgradArguments all) {
   await_previous_kernel();
@@ -26,7 +26,7 @@ __global__ void __launch_bounds__(256, 2) rank_wgrad(const RankWgradArguments al
   const int tiles = order_experts(args, order) * tiles_of_expert<64, kColumns>(args);
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, matrix = lane / 8, g = lane / 4, t = lane % 4;
 
-  // The next stage to be loaded: of which tile, from which row, the tokens of the rows that this thread copies parts of.
+  // The next stage to be loaded: its tile, its first row, and the tokens of the rows that this thread copies parts of.
   int ahead = blockIdx.x, row = 0, slot = 0, tokens[kCopies];
   WgradTile tile_ahead = {};
   const auto find = [&] {

@@ -22,7 +22,7 @@ struct CombineArguments {
   const void* slot_weight;   // (T, A) or null
   uint16_t* out;             // (T, N)
   int num_rows, tokens, top_k, n, slot_weight_dtype;  // dtypes: 0 float32, 1 bfloat16, 2 float16
-  int late_rows;  // the kernel before this one writes the rows and no other operand
+  int rows_from_previous_kernel;  // the kernel before this one writes the rows and no other operand
 };
 
 struct RowStartsArguments {
@@ -37,7 +37,7 @@ DEVICE int bucket_of(const RouteArguments& args, int slot) {
   return id >= 0 && id < args.num_experts ? static_cast<int>(id) : args.num_experts;
 }
 
-// warp_count[w][bucket] = slots of the bucket among those of warp w of this block.
+// warp_count[w][bucket] = slots of the bucket among the slots of warp w of this block.
 DEVICE void count_slots(const RouteArguments& args, int* warp_count) {
   const int buckets = args.num_experts + 1, lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   for (int i = threadIdx.x; i < kWarps * buckets; i += kThreads) warp_count[i] = 0;
@@ -127,7 +127,7 @@ __global__ void __launch_bounds__(kThreads) combine(const CombineArguments args)
   constexpr int kColumns = 8, kBatch = 32;
   __shared__ int row_of[kBatch];  // -1: none
   __shared__ float weight_of[kBatch];
-  bool late = args.late_rows;
+  bool late = args.rows_from_previous_kernel;
   if (!late) await_previous_kernel();
   const int threads = blockDim.x, blocks_n = (args.n + kColumns * threads - 1) / (kColumns * threads);
   const int token = blockIdx.x / blocks_n, column = ((blockIdx.x % blocks_n) * threads + threadIdx.x) * kColumns;

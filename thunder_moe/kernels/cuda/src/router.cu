@@ -1,9 +1,9 @@
 // A router's logits -> scores, expert ids, and the slots t * A + a sorted by expert, stably: one launch for few tokens, else two.
 // Compiled at run time by kernels/cuda/backend.py behind common.cuh; tests/emulator/cuda_emulator.h runs it on a CPU.
 //
-// A warp chooses the experts of a token: lane l has the PER_LANE experts from l * PER_LANE on. What is computed: `RouterConfig` of
-// routing.py. Few tokens: router_one_block does all. Else router_choose, whose blocks count the slots of each expert among their
-// tokens, and router_scatter, whose blocks have the same tokens.
+// It computes `RouterConfig` of routing.py. A warp chooses the experts of a token: lane l has the PER_LANE experts from
+// l * PER_LANE on. For few tokens router_one_block does everything. Otherwise the blocks of router_choose count the slots of each
+// expert among their tokens, and the blocks of router_scatter, which have the same tokens, sort the slots.
 
 struct RouterArguments {
   const void* logits;   // (T, E)
@@ -54,12 +54,12 @@ DEVICE float shuffle(float value, int from) {
 
 DEVICE float sigmoid(float value) { return 1.0f / (1.0f + expf(-value)); }
 
-// By what the experts are chosen.
+// The numbers by which experts are chosen.
 constexpr int kByBits = 0;    // by logits of 16 bits: a key of value and index is one register
 constexpr int kByLogit = 1;   // by float32 logits
 constexpr int kByScore = 2;   // by scores plus bias, within groups
 
-// Of 16-bit floats, both kinds: as key_of.
+// Like key_of, for both kinds of 16-bit floats.
 DEVICE uint32_t key_of_16(uint32_t bits, bool bf16) {
   if ((bits & 0x7FFF) > (bf16 ? 0x7F80u : 0x7C00u)) return 0xFFFF;
   return bits > 0x8000 ? ~bits & 0xFFFF : bits | 0x8000;  // -0 (0x8000) as 0
@@ -67,7 +67,7 @@ DEVICE uint32_t key_of_16(uint32_t bits, bool bf16) {
 
 DEVICE uint16_t bits_of_16(uint32_t key) { return static_cast<uint16_t>(key >> 15 ? key & (key == 0xFFFF ? 0xFFFF : 0x7FFF) : ~key); }
 
-// The lowest lane where it is true: that of the lowest expert, since lanes have consecutive ones.
+// The lowest lane where it is true. Lanes have consecutive experts, so this lane has the lowest expert.
 DEVICE int lowest_lane(bool value) { return __ffs(static_cast<int>(__ballot_sync(kAll, value))) - 1; }
 
 // The best of a lane's keys; the lowest i among equal ones.
@@ -98,7 +98,7 @@ DEVICE uint32_t group_of_lanes(const RouterArguments& args, const uint32_t (&key
   return key_of(args.group_best == 1 ? value_of(first) : value_of(first) + value_of(second));
 }
 
-// The same for any groups, in lane g for group g.
+// The same for groups of any size; lane g has the key of group g.
 template <int PER_LANE>
 DEVICE uint32_t group_of_experts(const RouterArguments& args, const uint32_t (&keys)[PER_LANE], const int (&groups)[PER_LANE]) {
   const int lane = threadIdx.x % 32;
@@ -180,7 +180,7 @@ DEVICE int choose(const RouterArguments& args, int token) {
   };
   int index;
   uint32_t best = best_of_lane(keys, index);
-  // By logits, and normalized over the chosen ones: the sum over all experts cancels.
+  // Chosen by logits, and normalized over the chosen ones: the sum over all experts cancels.
   const bool needs_sum = !args.sigmoid && (BY == kByScore || !args.normalize || args.epsilon > 0.0f || args.least_sum > 0.0f);
   float largest = 0.0f, sum = 1.0f;
   if (!args.sigmoid) largest = logit(__reduce_max_sync(kAll, best));
@@ -284,7 +284,7 @@ DEVICE void scatter_slots(const RouterArguments& args, int* next_row, int per_wa
   }
 }
 
-// warp_count[w][expert] = slots of the expert among those of warp w.
+// warp_count[w][expert] = slots of the expert among the slots of warp w.
 DEVICE void count_slots(const RouterArguments& args, int* warp_count, int per_warp, int first, int end) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   for (int i = threadIdx.x; i < kWarps * args.num_experts; i += 32 * kWarps) warp_count[i] = 0;
@@ -299,7 +299,7 @@ DEVICE void count_slots(const RouterArguments& args, int* warp_count, int per_wa
   __syncthreads();
 }
 
-// All of it in one block: at most THREADS slots.
+// Chooses and sorts in one block: at most THREADS slots.
 template <int PER_LANE, int BY, int THREADS>
 DEVICE void route_in_one_block(const RouterArguments& args) {
   __shared__ uint4 shared[THREADS / 4];
@@ -312,8 +312,8 @@ DEVICE void route_in_one_block(const RouterArguments& args) {
     if (lane < args.top_k) ids[token * args.top_k + lane] = id;
   }
   __syncthreads();
-  // Slots before a slot: those of experts below its own, and earlier ones of its own. Slots up to an expert's end: of experts
-  // below the next one.
+  // Slots before a slot: slots of lower experts, and earlier slots of its own expert. Slots up to an expert's end: slots of
+  // experts below the next one.
   const int first_expert = (slots + 31) / 32 * 32;
   for (int item = threadIdx.x; item < first_expert + args.num_experts; item += THREADS) {
     if (item >= slots && item < first_expert) continue;
@@ -341,9 +341,9 @@ __global__ void __launch_bounds__(THREADS) router_one_block(const RouterArgument
   route_in_one_block<PER_LANE, BY, THREADS>(args);
 }
 
-// x @ weight.T in front of it: a warp has an expert. The last block chooses; it gets the logits as words that are their own
-// semaphores (zero: not there yet), in one latency of the L2 cache where a counter and a second look take three. Blocks start
-// in the order of their indices, so those that it waits for are running.
+// Computes x @ weight.T first, a warp per expert. The last block chooses. Each logit doubles as its own ready flag: a zero word
+// means not yet written. This takes one latency of the L2 cache; a counter and a second read would take three. Blocks start in
+// the order of their indices, so the blocks that it waits for are running.
 template <bool BF16, int PER_LANE, int BY, int THREADS, int TOKENS>
 __global__ void __launch_bounds__(THREADS) router_linear(const RouterLinearArguments args) {
   await_previous_kernel();
@@ -394,7 +394,7 @@ __global__ void __launch_bounds__(THREADS) router_linear(const RouterLinearArgum
   route_in_one_block<PER_LANE, BY, THREADS>(router);
 }
 
-// The choice, and counts[block][expert].
+// Chooses, and writes counts[block][expert].
 template <int PER_LANE, int BY, int THREADS>
 __global__ void __launch_bounds__(THREADS) router_choose(const RouterArguments args) {
   await_previous_kernel();

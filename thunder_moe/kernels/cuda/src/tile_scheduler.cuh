@@ -32,7 +32,7 @@ DEVICE void count_tiles_by_warp(const GemmArguments& args, int height, int* tile
 
 // The tiles of a persistent block, one after the other. Most are assigned statically, tile i to block i % blocks. The last
 // DYNAMIC_TILES per block go to whichever block asks first (an atomic counter), so that faster blocks take more and all end
-// at about the same time. They are no more because the atomic takes long, and because blocks in step find in the L2 cache
+// at about the same time. DYNAMIC_TILES is small because the atomic takes long, and because blocks in step find in the L2 cache
 // what others have read. A block asks one tile ahead. All lanes of the producer call it.
 //
 // STREAM_K: where blocks would idle for the time of kMinSavedStages stages or more, all get the same amount of work instead.
@@ -112,7 +112,7 @@ struct TileScheduler {
   }
 };
 
-// Of a tile that is cut, each block but the last stores its partial sums in the workspace and releases a semaphore per warp
+// If a tile is cut, each block but the last stores its partial sums in the workspace and releases a semaphore per warp
 // (zero before and after). Blocks start in the order of their indices, so a block that is waited for is running.
 // A tile's last rows may take fewer blocks of tokens, C, than a block has room for, ROOM.
 //   partial_sums [blocks][groups][R * ROOM * 4][128]; semaphores [blocks][groups][4]

@@ -46,9 +46,9 @@ __global__ void __cluster_dims__(SPLITS, 1, 1) __launch_bounds__(128 * WN * WK +
   }
   __syncthreads();
   if constexpr (SPLITS > 1) cluster_arrive();
-  // Whoever reads global memory waits for the kernel before: with late_x the producer, before it reads x, and it alone.
-  // Consumers see x in shared memory, so whatever they store is behind that wait.
-  const bool late = args.late_x;
+  // Threads that read global memory wait for the kernel before. With x_from_previous_kernel only the producer waits, before it
+  // reads x. Consumers see x in shared memory, so everything that they store comes after that wait.
+  const bool late = args.x_from_previous_kernel;
 
   if (warp == kConsumers / 32) {  // the producer
     const bool elected = elect_one();
@@ -148,7 +148,7 @@ __global__ void __cluster_dims__(SPLITS, 1, 1) __launch_bounds__(128 * WN * WK +
   if constexpr (kParts == 1) {
     store<BF16, false, C, 1, 64>(args, acc, rows, unscaled, row0, args.rows, n0, g, t);
   } else {
-    // Sums of block c of tokens belong to part c % kParts, which adds those of all parts in their order.
+    // Sums of block c of tokens belong to part c % kParts, which adds the sums of all parts in their order.
     const int thread = threadIdx.x % 128;
     if constexpr (SPLITS > 1) cluster_wait();  // all blocks have begun, their barriers are initialized
 #pragma unroll

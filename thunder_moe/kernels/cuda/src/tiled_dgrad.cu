@@ -2,11 +2,11 @@
 // Compiled at run time by kernels/cuda/low_rank.py behind nvfp4.cuh and tiled_wgmma.cu; tests/emulator/cuda_emulator.h runs it on a CPU.
 //
 // The GEMM of tiled_wgmma.cu with weights (E, K, N) in place of (E, N, K): a warp decodes 16 columns of a block and transposes them in
-// registers. (By packed_wgmma.cu, which writes and reads more shared memory, 1619 us for 1380: Qwen3-30B-A3B's gate and up, 16384 tokens,
-// H200.)
+// registers. (packed_wgmma.cu writes and reads more shared memory, and takes 1619 us instead of 1380: Qwen3-30B-A3B's gate and up, 16384
+// tokens, H200.)
 
 #if defined(CUDA_EMULATOR) || defined(__CUDA_ARCH_FEAT_SM90_ALL)
-// Bulk copies of a tile's weights, in the places of those of `WeightCopies`; K of the GEMM is N of the weight.
+// Bulk copies of a tile's weights, to the same places as in `WeightCopies`; K of the GEMM is N of the weight.
 template <int BLOCKS, int K_BLOCKS>
 struct ColumnCopies {
   const uint8_t *codes[BLOCKS], *scales[BLOCKS];
@@ -33,8 +33,8 @@ struct ColumnCopies {
   }
 };
 
-// Of a block of 64 rows by 64 columns a warp's 16 columns: of each 16 rows a word of eight codes, and the one beside it, which has a part
-// of its fourth pair (`to_tiled` in formats/tiled_64x64.py).
+// A warp's 16 columns of a block of 64 rows by 64 columns: for each 16 rows a word of eight codes, and the word beside it, which has a
+// part of its fourth pair (`to_tiled` in formats/tiled_64x64.py).
 struct ColumnsOfBlock {
   template <bool SWIGLU, int BLOCKS, int K_BLOCKS>
   using Copies = ColumnCopies<BLOCKS, K_BLOCKS>;

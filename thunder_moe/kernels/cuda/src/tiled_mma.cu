@@ -38,9 +38,9 @@ __global__ void __launch_bounds__(128 * WN * WK + 32, 1) grouped_mm_tiled_mma(co
     fence_mbarrier_init();
     scale_top = 0x70007000;
   }
-  // With late_x the producer alone waits, before it reads x. Consumers see x in shared memory, so whatever they store is behind
-  // that wait.
-  const bool late = args.late_x;
+  // With x_from_previous_kernel only the producer waits, before it reads x. Consumers see x in shared memory, so everything that
+  // they store comes after that wait.
+  const bool late = args.x_from_previous_kernel;
   const bool early = late || args.offsets == nullptr;  // tiles are counted without a look at memory
   if (!early) await_previous_kernel();
   if (warp == 0) count_tiles_by_warp(args, kTokens, tile_start, row_start);

@@ -16,7 +16,7 @@ __global__ void __launch_bounds__(256) gather_rows(const GatherArguments args) {
   }
 }
 
-// With the GEMM of a LoRA adapter, whose rows are added.
+// Arguments with a LoRA adapter, whose product is added.
 struct LowRankGemmArguments {
   TensorMap x, inner;  // of gemm.x and of rows (M, rank), in boxes of a tile's tokens
   GemmArguments gemm;
@@ -45,7 +45,7 @@ DEVICE void load_adapter(uint32_t (&b)[RANK][R][4], const LowRankGemmArguments& 
       }
 }
 
-// What a warp of a warpgroup multiplies of a block of 64 by 64 weights: its 16 rows. The threads' part of it.
+// A thread's part of the 16 rows that a warp of a warpgroup multiplies of a block of 64 by 64 weights.
 struct RowsOfBlock {
   template <bool SWIGLU, int BLOCKS, int K_BLOCKS>
   using Copies = WeightCopies<SWIGLU, BLOCKS, K_BLOCKS>;
@@ -68,8 +68,8 @@ struct RowsOfBlock {
 
 // Persistent. SCALED: there is a slot_scale; C: blocks of 8 tokens of a tile, at most; R: blocks of 64 weight rows of a
 // warpgroup (SwiGLU: one of gate, one of up); WG: consumer warpgroups, one more is the producer; K_BLOCKS: blocks of 64 k of a
-// stage, of which K is a multiple; STREAM_K: thread blocks may share tiles; RANK: blocks of 16 of an adapter's rank. The adapter is
-// one stage more, of its inner rows.
+// stage, K is a multiple of a stage; STREAM_K: thread blocks may share tiles; RANK: blocks of 16 of an adapter's rank. The adapter
+// is one more stage, of its inner rows.
 template <bool BF16, bool SWIGLU, bool SCALED, int C, int R, int WG, int K_BLOCKS, bool STREAM_K, int STAGES, int RANK, class Block, class Arguments>
 DEVICE void multiply_tiled(const Arguments& all) {
   static_assert(RANK == 0 || (!SWIGLU && !SCALED && !STREAM_K), "an adapter is added to the GEMM alone");
@@ -110,7 +110,7 @@ DEVICE void multiply_tiled(const Arguments& all) {
     const bool elected = elect_one();
     for (scheduler.begin(args.tile_counter, tile_start[args.num_experts]); scheduler.valid(); scheduler.advance()) {
       const Tile at = scheduler.find(args, tile_start, row_start, kTokens);
-      // With STREAM_K of the stages from `first` to `last`.
+      // With STREAM_K, of the stages from `first` to `last` only.
       const int first_k = STREAM_K ? scheduler.first * K_BLOCKS * kBlock : 0, last_k = STREAM_K ? scheduler.last * K_BLOCKS * kBlock : args.k;
       const WorkItem work = {at, STREAM_K ? scheduler.last - scheduler.first : 0, STREAM_K ? scheduler.contributors() : 0};
       typename Block::template Copies<SWIGLU, kBlocks, K_BLOCKS> copy(args, at.expert, at.tile_n * kTileRows, first_k / kBlock);

@@ -9,8 +9,8 @@ template <int PENDING>
 DEVICE void wgmma_wait() { asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory"); }
 DEVICE void fence_proxy_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
-// Behind the wait for products: what is computed of the sums stays there. To the compiler, which sees nothing asynchronous, the
-// sums are results of the instruction that issued the product, and it has moved additions to them in front of the wait.
+// Stands behind the wait for products, and keeps later uses of the sums there. The compiler does not know that products are
+// asynchronous: it takes the sums for results of the issuing instruction, and has moved additions to them in front of the wait.
 template <int R, int C>
 DEVICE void keep_behind(float (&acc)[R][C][4]) {
 #pragma unroll

@@ -1,4 +1,4 @@
-// The wgmma instructions (SM90) of two operands in shared memory, each of which may be read transposed, asynchronously.
+// The asynchronous wgmma instructions (SM90) of two operands in shared memory; each operand may be read transposed.
 // Compiled behind wgmma.cuh and in front of wgrad_wgmma.cu or linear_wgmma.cu (kernels/cuda/wgrad.py, linear.py); calls nothing.
 // tests/emulator/cuda_emulator.h has a CPU version of each.
 
@@ -20,8 +20,8 @@ DEVICE MatrixDescriptor row_descriptor(const uint8_t* box) {
     else WGMMA_SHARED_TYPED(N, "f16.f16", REGISTERS, A, B, FLAG, ROWS_A, ROWS_B, __VA_ARGS__);                        \
   } while (false)
 
-// acc += (add) or = 64 by 16 numbers of `a` times 16 by 8 C of `b`, asynchronously. An operand's 16 lie in a row of the box that its
-// descriptor is of, or, TRANSPOSED, below each other.
+// acc += (add) or = 64 by 16 numbers of `a` times 16 by 8 C of `b`, asynchronously. An operand's 16 numbers are in a row of its
+// descriptor's box or, TRANSPOSED, in a column.
 template <bool BF16, bool TRANSPOSED_A, bool TRANSPOSED_B, int C>
 DEVICE void wgmma_shared(float (&acc)[C][4], MatrixDescriptor a, MatrixDescriptor b, bool add) {
   if constexpr (C == 2) WGMMA_SHARED(16, R8, "%8", "%9", "%10", "%11", "%12", ACC2(0));
@@ -35,7 +35,7 @@ DEVICE void wgmma_shared(float (&acc)[C][4], MatrixDescriptor a, MatrixDescripto
 #endif
 
 #if defined(CUDA_EMULATOR) || defined(__CUDA_ARCH_FEAT_SM90_ALL)
-// What follows reads the sums from here: otherwise ptxas moves parts of the epilogue up, and has each product wait for the one
+// Later code reads the sums from here: otherwise ptxas moves parts of the epilogue up, and has each product wait for the one
 // before it (the weights' gradient, Mixtral, 4096 rows per expert, H200: 15.8 ms for 12.6).
 template <int C>
 DEVICE void fence_sums(float (&acc)[C][4]) {

@@ -1,4 +1,4 @@
-// What the kernels of weights' gradients have in common: the order of experts, and adding to or writing the result.
+// Shared by the kernels of weights' gradients: the order of experts, and adding to or writing the result.
 // Compiled behind ptx.cuh (and wgmma.cuh) and in front of wgrad_mma.cu or wgrad_wgmma.cu (kernels/cuda/wgrad.py).
 
 struct WgradArguments {
@@ -17,7 +17,7 @@ struct ExpertOrder {
   int begin[kMostExperts], end[kMostExperts], expert[kMostExperts], count;
 };
 
-// Returns how many experts there is something to do for: those with rows; all of them where the result is written. All threads call it.
+// Returns the number of experts with work: experts with rows, or all experts if the result is written. All threads call it.
 DEVICE int order_experts(const WgradArguments& args, ExpertOrder& order) {
   const int threads = blockDim.x;
   const auto row_end = [&](int of) {

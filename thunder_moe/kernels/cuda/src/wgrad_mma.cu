@@ -1,12 +1,12 @@
 // The gradient of the experts' weights (E, N, K), added to float32 or written: by mma (SM80), and by float32 products.
 // Compiled at run time by kernels/cuda/wgrad.py behind ptx.cuh and wgrad.cuh; tests/emulator/cuda_emulator.h runs it on a CPU.
 //
-// Persistent, as wgrad_wgmma.cu. wgrad_mma: eight warps, each 64 by 32 of a tile of 128 by 128, copies of the threads into a ring of
+// Persistent, like wgrad_wgmma.cu. wgrad_mma: eight warps, each 64 by 32 of a tile of 128 by 128, copies of the threads into a ring of
 // stages of 32 rows. wgrad_any: any dtype, any widths and any alignment.
 
 constexpr int kMmaTile = 128, kMmaRows = 32, kMmaStages = 4, kUnits = kMmaTile / 8;  // units of 16 bytes
 
-// Where a unit of a row lies: no two of eight rows below each other are in the same banks.
+// The place of a unit of a row: no two of eight rows below each other are in the same banks.
 DEVICE int unit_at(int row, int unit) { return row * kUnits + (unit ^ (row % 8)); }
 
 template <bool BF16>
