@@ -158,3 +158,22 @@ def test_calls_that_ran_in_16_bits_are_counted_with_their_reason():
     assert calls.calls == 2
     assert list(calls.in_16_bit.values()) == [1]
     assert "calls: 2; 1 in 16 bits: the forward of an autograd.Function" in str(rewrite_report(compiled))
+
+
+def test_a_graph_that_failed_to_compile_is_in_no_report_of_another_function():
+    def failing_once(gm, inputs):
+        if fails:
+            raise RuntimeError(fails.pop())
+        return gm
+
+    def compiled(module):
+        def function(rows, offsets):
+            return module(rows, offsets)
+
+        return torch.compile(function, backend="thunder_moe", options={"thunder_moe.inner": failing_once})
+
+    fails, (first, second) = ["no compiler"], [compiled(Experts().requires_grad_(False)) for _ in range(2)]
+    with pytest.raises(Exception, match="no compiler"):
+        first(ROWS, OFFSETS)
+    second(ROWS, OFFSETS)
+    assert len(rewrite_report(second)) == 1
