@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from thunder_moe import quantize_
+from thunder_moe import quantize_, register
 from thunder_moe.finetune.lora import add_lora_, lora_parameters
 
 RANK, ALPHA = 16, 32
@@ -131,6 +131,7 @@ def measure(
     ids = torch.randint(32000, (tokens // 2048, 2048), device="cuda")
     run: Any = model
     if compiled:
+        register("torch")  # the backend "thunder_moe"
         run = torch.compile(model, backend="thunder_moe" if way == "nvfp4" else "inductor", mode=compiled)
     torch.cuda.reset_peak_memory_stats()
     times, begin = [], time.perf_counter()

@@ -36,6 +36,7 @@ try:
         RewriteWarning,
         moe_executor,
         quantize_,
+        register,
         rewrite_report,
     )
     from thunder_moe.nn import GroupedLinear, NVFP4GroupedLinear
@@ -424,6 +425,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     if inner != "inductor":
         labels["compile_nvfp4"] += f" ({inner})"
     options: dict[str, Any] = {"thunder_moe.inner": inner}
+    register("torch")  # the backend "thunder_moe"
     optimized = torch.compile(fixed, backend="thunder_moe", dynamic=False, options=options)
     inference = torch.no_grad()
     compiled = (rewritten, optimized, quantized, of_8_bits)

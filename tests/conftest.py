@@ -1,6 +1,7 @@
 """Shared fixtures: seeds, routings with their edge rows, operator checks that know float8, a count of quantizations, a
 GPU's preference of layouts, an order of ties.
-Called by pytest; registers with Thunder, which makes `import thunder` work in all tests on torch >= 2.13.
+Called by pytest; registers with torch.compile, for checkouts that are not installed, and with Thunder, which makes
+`import thunder` work in all tests on torch >= 2.13.
 """
 
 import dis
@@ -33,8 +34,7 @@ os.environ.setdefault(
     "TORCHINDUCTOR_CACHE_DIR", str(Path(tempfile.gettempdir(), f"torchinductor_{os.getuid()}_{_KIND[:12]}"))
 )
 
-if importlib.util.find_spec("thunder"):
-    register("thunder")
+register("torch", *(["thunder"] if importlib.util.find_spec("thunder") else []))
 
 # Rows of each of four experts.
 ROUTINGS = {

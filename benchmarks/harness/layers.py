@@ -15,7 +15,9 @@ from torch import Tensor, nn
 
 from benchmarks.harness.report import relative_error
 from benchmarks.harness.shapes import MoEShape
-from thunder_moe import Llama4MoE, Llama4MoEConfig, RewriteWarning, rewrite_report
+from thunder_moe import Llama4MoE, Llama4MoEConfig, RewriteWarning, register, rewrite_report
+
+register("torch")  # the backend "thunder_moe"
 
 __all__ = ["EXPERT_GEMMS", "TOLERANCE", "Variant", "build", "check", "hidden_states"]
 

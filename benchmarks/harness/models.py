@@ -21,7 +21,7 @@ except ImportError as error:
 
 from thunder_moe import register
 
-register("transformers")  # "thunder_moe_sdpa", for one
+register("torch", "transformers")  # the backend "thunder_moe", and "thunder_moe_sdpa" for one
 
 __all__ = ["CONFIGS", "REAL", "build", "config_of", "has_sdpa", "num_experts", "skeleton"]
 

@@ -291,10 +291,11 @@ def _steps(model: Callable[..., Tensor], parameters: list[nn.Parameter], *inputs
 
 
 def _step(shape: MoEShape, rows: int, offsets: Tensor) -> Iterator[Cell]:
-    from thunder_moe import RewriteWarning, moe_executor
+    from thunder_moe import RewriteWarning, moe_executor, register
 
     import thunder  # isort: skip  (after moe_executor, which makes Thunder 0.2.6 import on torch 2.13)
 
+    register("torch")  # the backend "thunder_moe"
     device = offsets.device
     inner = "inductor" if device.type == "cuda" else "aot_eager"
     ours, torchs = _blocks(shape, device)

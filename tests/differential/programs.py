@@ -96,6 +96,7 @@ class Weight:
 _UNTRACED = "Thunder 0.2.6 does not trace it"
 _NO_GRADIENT = "Thunder 0.2.6 has no gradient of it"
 _PARAMETERS = "Thunder keeps the parameters that it saw"
+_SILU = "Thunder's gradient is wrong"
 DISABLED: dict[str, dict[str, str]] = {
     "dynamo-eager": {},
     "dynamo-aot": {},
@@ -103,6 +104,7 @@ DISABLED: dict[str, dict[str, str]] = {
     "thunderfx": {
         "swap_tensors": "torch refuses it: Thunder's graphs have weak references to parameters",
         "swapped tensors": "torch refuses it: Thunder's graphs have weak references to parameters",
+        "in-place silu": _SILU,
     },
     "thunder": {
         "weight fill": _UNTRACED,
@@ -120,7 +122,7 @@ DISABLED: dict[str, dict[str, str]] = {
         "copy_": _NO_GRADIENT,
         "index_add_": _NO_GRADIENT,
         "routed experts": _UNTRACED,
-        "in-place silu": "Thunder's gradient is wrong",
+        "in-place silu": _SILU,
         "new parameter": _PARAMETERS,
         "new list item": _PARAMETERS,
         "new submodule": _PARAMETERS,
@@ -256,7 +258,7 @@ class Generator:
         else:
             text = f"self.{name} = {parameter}"
         self.program.weights.append(Statement(text))
-        new = Weight(name, n, k, transposed, frozen)
+        new = Weight(name, n, k, transposed, frozen or kind == "buffer")
         self.weights.append(new)
         return new
 

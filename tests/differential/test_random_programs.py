@@ -6,6 +6,7 @@ and thunderfx, all tests two with inductor, five with thunderfx and twenty and m
 
 import os
 import random
+import re
 import time
 
 import pytest
@@ -13,7 +14,7 @@ import torch
 
 from thunder_moe.formats.nvfp4 import dequantize, quantize
 
-from . import workers
+from . import execution, workers
 from .execution import Outcome, check, script, shrink
 from .programs import DISABLED, Program, Statement, generate
 from .runtime import Run, exact, is_exact
@@ -73,6 +74,24 @@ def test_a_wrong_weight_is_found_and_shrunk():
     assert check(_program(), "dynamo-eager").failure is None
 
 
+@pytest.mark.parametrize("replaced", [False, True])
+def test_a_refusal_of_a_replaced_weight_counts_only_where_one_was_replaced(monkeypatch, replaced):
+    def compiled(model, *_):
+        first = iter([model])
+
+        def run(*arguments):
+            for function in first:
+                return function(*arguments)
+            raise ValueError("w0: it, or a module that holds it, was replaced after thunder.jit")
+
+        return run
+
+    monkeypatch.setattr(execution, "_compiled", compiled)
+    update = "m.w0 = nn.Parameter(m.w0.detach(), requires_grad=False)" if replaced else "gc.collect()"
+    outcome = check(_program(update), "thunder", ask_stock=False)
+    assert (outcome.refused is not None, outcome.failure is None) == (replaced, replaced)
+
+
 @pytest.mark.parametrize("optimizer", ["SGD", "Adam", "AdamW", "Adagrad", "RMSprop"])
 @pytest.mark.parametrize("options", [{}, {"foreach": True}, {"foreach": False}, {"fused": True}], ids=str)
 def test_optimizers_multiply_exactly(optimizer, options):
@@ -102,6 +121,16 @@ def test_programs_are_reproducible_and_vary():
     random.seed(1)
     assert sources == [generate(seed).source() for seed in range(50)]
     assert len(set(sources)) == 50
+
+
+def test_no_buffer_is_changed_unseen_as_a_trained_weight_may_be():
+    changed = []
+    for program in map(generate, range(1000, 1500)):
+        for step in program.steps:
+            if update := re.fullmatch(r"m\.(\w+)\.data\.mul_\(.*\)", step.text):
+                changed.append(f'register_buffer("{update[1]}"' in program.source())
+    assert changed
+    assert not any(changed)
 
 
 def test_a_crash_and_a_hang_are_failures_of_their_seeds(monkeypatch):

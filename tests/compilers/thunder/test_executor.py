@@ -178,6 +178,28 @@ def test_weights_that_were_replaced_are_refused_by_name(replace):
         compiled(x, EVEN)
 
 
+@pytest.mark.parametrize("act", ["to", "load_state_dict"])
+def test_a_refused_buffer_names_the_acts_that_replace_one_unnoticed(act):
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("weight", torch.randn(4, 32, 64, dtype=BF16))
+
+        def forward(self, x, offsets):
+            return mm(x, self.weight.mT, offsets)
+
+    model, x = Model(), torch.randn(8, 64, dtype=BF16)
+    compiled = jit(model)
+    expected = compiled(x, EVEN)
+    if act == "to":
+        model.to(torch.float32).to(BF16)
+    else:
+        compiled.load_state_dict({"weight": model.weight.clone()}, assign=True)
+    with pytest.raises(ValueError, match=rf"weight: .* replaced after thunder.jit.*{act}\(.*\).* replaces"):
+        compiled(x, EVEN)
+    assert torch.equal(jit(model)(x, EVEN), expected)
+
+
 def test_bad_operands_are_refused_while_tracing():
     x, weight = torch.randn(8, 64, dtype=BF16), torch.randn(4, 64, 32, dtype=BF16)
     for rows, offsets, message in (

@@ -345,7 +345,8 @@ def _check_replaced(*modules_and_weights: Any, paths: tuple[tuple[str, ...], ...
         if owner is None or owner._parameters.get(path[-1], owner._buffers.get(path[-1])) is not weight:
             raise ValueError(
                 f"{'.'.join(path)}: it, or a module that holds it, was replaced after thunder.jit, and Thunder goes on "
-                "with the old one: call thunder.jit again, or keep the parameter and assign its .data"
+                "with its own: call thunder.jit again, or keep the tensor and assign its .data. (module.to() replaces "
+                "buffers; load_state_dict(assign=True) of the compiled module replaces the tensors of Thunder alone)"
             )
 
 
