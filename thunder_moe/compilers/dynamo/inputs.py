@@ -19,13 +19,14 @@ from thunder_moe.compilers.dynamo.scopes import Scope
 from thunder_moe.compilers.dynamo.sites import Weights
 from thunder_moe.kernels.slow_paths import warn_once
 
-__all__ = ["PackedWeight", "Rewritten", "memory_of_inputs"]
+__all__ = ["Rewritten", "WeightInput", "memory_of_inputs"]
 
 
 @dataclass(frozen=True, eq=False)
-class PackedWeight:
-    """The weights that one packed weight is made of: positions among the graph's inputs, or tensors that the graph
-    holds. `layout` and `format` describe the packed weight; `nodes` are the operators' weight arguments in a graph."""
+class WeightInput:
+    """A packed weight among the inputs of a rewritten graph, and the weights that it is made of: positions among the
+    inputs of dynamo's graph, or tensors that this graph holds. `layout` and `format` describe the packed weight;
+    `nodes` are the operators' weight arguments in the rewritten graph."""
 
     names: str
     weights: tuple[int | Tensor, ...]
@@ -93,7 +94,7 @@ class Rewritten:
     """
 
     kept: list[int]
-    packs: list[PackedWeight]
+    packs: list[WeightInput]
     trained: tuple[int | Tensor, ...]
     watched: tuple[int | Tensor, ...]
     frozen: tuple[int | Tensor, ...]

@@ -24,7 +24,7 @@ from torch import fx
 from thunder_moe.compilers.dynamo.all_experts_bmm_pattern import AllExpertsBmm
 from thunder_moe.compilers.dynamo.effects import storages_of
 from thunder_moe.compilers.dynamo.fused_moe_pattern import FusedMoE
-from thunder_moe.compilers.dynamo.inputs import PackedWeight
+from thunder_moe.compilers.dynamo.inputs import WeightInput
 from thunder_moe.compilers.dynamo.nodes import calls, is_in_place, kind_of, value_of
 from thunder_moe.compilers.dynamo.scopes import Scope
 from thunder_moe.compilers.dynamo.sites import Site, read_live_rows_alone
@@ -83,7 +83,7 @@ def take_our_gradient(site: Site) -> None:
     replace_node(site.scope, site.node, new)
 
 
-def replace_gemm(site: Site, weight: PackedWeight) -> None:
+def replace_gemm(site: Site, weight: WeightInput) -> None:
     """Replace a grouped GEMM."""
     graph, node, arguments = site.scope.graph, site.node, site.arguments
     rows, _, offsets = site.operands
@@ -99,7 +99,7 @@ def replace_gemm(site: Site, weight: PackedWeight) -> None:
     replace_node(site.scope, node, out)
 
 
-def replace_swiglu(block: SwiGLU, gate_up: PackedWeight, down: PackedWeight | None = None) -> None:
+def replace_swiglu(block: SwiGLU, gate_up: WeightInput, down: WeightInput | None = None) -> None:
     """Replace a SwiGLU and its GEMMs; with `down` the `activated_grouped_linear` that it is a part of."""
     scope, node = block.sites[0].scope, block.product
     graph, (rows, _, offsets) = scope.graph, block.sites[0].operands
@@ -149,7 +149,7 @@ def _int32(graph: fx.Graph, offsets: fx.Node) -> fx.Node:
 # ---- layers
 
 
-def replace_fused_moe(layer: FusedMoE, gate_up: PackedWeight, down: PackedWeight) -> None:
+def replace_fused_moe(layer: FusedMoE, gate_up: WeightInput, down: WeightInput) -> None:
     """Replace a layer's experts by one operator."""
     scope, graph = layer.down.scope, layer.down.scope.graph
     tokens, *of_slots = layer.operands
@@ -161,7 +161,7 @@ def replace_fused_moe(layer: FusedMoE, gate_up: PackedWeight, down: PackedWeight
         erase(scope, node)
 
 
-def replace_all_experts_bmm(block: AllExpertsBmm, gate_up: PackedWeight, down: PackedWeight) -> None:
+def replace_all_experts_bmm(block: AllExpertsBmm, gate_up: WeightInput, down: WeightInput) -> None:
     """Replace batched GEMMs over all experts by GEMMs of the experts that the router chose."""
     scope, routing = block.sites[0].scope, block.routing
     assert routing is not None
@@ -179,7 +179,7 @@ def replace_all_experts_bmm(block: AllExpertsBmm, gate_up: PackedWeight, down: P
     replace_node(scope, routing.total, out)
 
 
-def replace_gathered_bmm(call: Site | SwiGLU, orders: dict[fx.Node, list[fx.Node]], *packed: PackedWeight) -> None:
+def replace_gathered_bmm(call: Site | SwiGLU, orders: dict[fx.Node, list[fx.Node]], *packed: WeightInput) -> None:
     """Replace batched products with the weights of each row's expert by grouped GEMMs.
 
     Args:
@@ -204,7 +204,7 @@ def _order_of(graph: fx.Graph, ids: fx.Node, site: Site) -> list[fx.Node]:
 
 
 def _in_order(
-    graph: fx.Graph, rows: fx.Node, order: list[fx.Node], packed: Sequence[PackedWeight], *factors: fx.Node
+    graph: fx.Graph, rows: fx.Node, order: list[fx.Node], packed: Sequence[WeightInput], *factors: fx.Node
 ) -> fx.Node:
     """Add a GEMM of sorted rows, behind one with a SwiGLU if there are two weights; sum each token's rows."""
     row_slot, offsets, slot_row = order
@@ -218,7 +218,7 @@ def _in_order(
 
 
 def _experts(
-    graph: fx.Graph, operands: tuple[Any, ...], gate_up: PackedWeight, down: PackedWeight, *, on_input: bool
+    graph: fx.Graph, operands: tuple[Any, ...], gate_up: WeightInput, down: WeightInput, *, on_input: bool
 ) -> fx.Node:
     """Add the operator of a layer's experts on tokens, ids and weights, without biases and an order of rows."""
     options: dict[str, Any] = dict(gate_up_layout=gate_up.layout, down_layout=down.layout)

@@ -20,7 +20,7 @@ from thunder_moe.compilers.dynamo.attention import find_repeated_attention, grou
 from thunder_moe.compilers.dynamo.expert_ids import remove_noop_masks
 from thunder_moe.compilers.dynamo.fused_moe_pattern import FusedMoE, find_fused_moe, fused_moe_of_gathered_bmm
 from thunder_moe.compilers.dynamo.gathered_bmm_pattern import find_gathered_bmm
-from thunder_moe.compilers.dynamo.inputs import PackedWeight, Rewritten, memory_of_inputs
+from thunder_moe.compilers.dynamo.inputs import Rewritten, WeightInput, memory_of_inputs
 from thunder_moe.compilers.dynamo.nodes import value_of
 from thunder_moe.compilers.dynamo.replace import (
     add_inputs,
@@ -116,14 +116,14 @@ class _Packing:
         self.weights = weights
         self.example_inputs = example_inputs
         self.placeholders = root.graph.find_nodes(op="placeholder")
-        self.packs: dict[tuple[Any, ...], PackedWeight] = {}
+        self.packs: dict[tuple[Any, ...], WeightInput] = {}
 
-    def inputs_of(self, *calls: Site | SwiGLU) -> list[PackedWeight]:
+    def inputs_of(self, *calls: Site | SwiGLU) -> list[WeightInput]:
         """Return the packed weight of each call; the calls become one operator."""
         common_format(*(site.gemm for call in calls for site in _sites_of(call)))
         return [self._inputs_of(call) for call in calls]
 
-    def _inputs_of(self, call: Site | SwiGLU) -> PackedWeight:
+    def _inputs_of(self, call: Site | SwiGLU) -> WeightInput:
         sites, interleaved = _sites_of(call), call.interleaved if isinstance(call, SwiGLU) else 0
         nodes = [site.weight for site in sites if site.weight is not None]
         transposed, format = sites[0].transposed, common_format(*(site.gemm for site in sites))
@@ -132,7 +132,7 @@ class _Packing:
             tensors = (self.weights.tensors[node] for node in nodes)
             layout = stacked_layout(*tensors, transposed=transposed, format=BLOCK_FORMATS[format])
             names = " and ".join(str(site.gemm.weight) for site in sites)
-            pack = PackedWeight(names, tuple(map(self.weights.handle, nodes)), transposed, interleaved, layout, format)
+            pack = WeightInput(names, tuple(map(self.weights.handle, nodes)), transposed, interleaved, layout, format)
             stem = f"{format}_{len(self.packs)}"
             inputs = add_inputs(self.root.graph, stem, pack.example(self.example_inputs))
             self.packs[key] = replace(pack, nodes=inputs)
@@ -172,7 +172,7 @@ def _sites_of(call: Site | SwiGLU) -> tuple[Site, ...]:
 def _carry_out(plan: _Plan, packing: _Packing) -> None:
     """Replace what was found in one graph, but for `routed`."""
 
-    def inputs_of(call: Site | SwiGLU) -> list[PackedWeight]:
+    def inputs_of(call: Site | SwiGLU) -> list[WeightInput]:
         down = call.down if isinstance(call, SwiGLU) else None
         return [packed for each in (call, down) if each is not None for packed in packing.inputs_of(each)]
 
