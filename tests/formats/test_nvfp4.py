@@ -188,6 +188,17 @@ def test_equals_torchao_on_normal_weights_but_for_ulps_at_ties(dtype):
     assert (packed.qdata[0] != qdata).float().mean() < 2e-5
 
 
+def test_equal_global_scales_of_rows_are_shared():
+    weight = quantize(torch.randn(3, 8, 32))
+    same = NVFP4Weight.concatenate(weight, weight)
+    mixed = NVFP4Weight.concatenate(weight, quantize(torch.ones(3, 8, 32)))
+    shared = same.share_global_scale()
+    assert torch.equal(shared.global_scale, weight.global_scale)
+    assert torch.equal(dequantize(shared), dequantize(same))
+    assert mixed.share_global_scale() is mixed
+    assert weight.share_global_scale() is weight
+
+
 def test_concatenate():
     first, second = quantize(torch.randn(3, 8, 32)), quantize(torch.randn(3, 24, 32) * 7)
     both = NVFP4Weight.concatenate(first, second)

@@ -120,13 +120,10 @@ def _stack(
     if len(biases) not in (0, len(experts) * len(projections)):
         raise first.error(f"belongs to {block.name}, where some experts have a bias and others have none")
     total = len(projections) * own_rows
-    of_rows: torch.Tensor | None = None
-    if number_format is NVFP4:
-        alike = bool((global_scale == global_scale[:, :1]).all())
-        of_rows = global_scale[:, 0].clone() if alike else global_scale.repeat_interleave(own_rows, 1)
+    of_rows = global_scale.repeat_interleave(own_rows, 1) if number_format is NVFP4 else None
     weight = form.weight(qdata.view(len(experts), total, -1), scale.view(len(experts), total, -1), of_rows)
     bias = torch.stack(biases).view(len(experts), total) if biases else None
-    return weight, bias, (len(projections) * n, k)
+    return weight.share_global_scale(), bias, (len(projections) * n, k)
 
 
 def _decode_fused(

@@ -116,6 +116,13 @@ class PackedWeight:
         assert self.layout == LINEAR
         return self.with_tensors(tensor[:, rows] for tensor in self.tensors())
 
+    def share_global_scale(self) -> Self:
+        """Return the weight with one global scale per expert if all rows of each expert have the same, else itself.
+
+        Reads the global scales; call it where a synchronization with the host does no harm.
+        """
+        return self
+
     @staticmethod
     def concatenate(*weights: Weight) -> Weight:
         """Stacks the rows of "linear" weights of one format, exactly.
@@ -199,6 +206,12 @@ class NVFP4Weight(PackedWeight):
         """Return the global scale as (E, N), a view."""
         experts, n, _ = self.shape
         return (self.global_scale[:, None] if self.global_scale.ndim == 1 else self.global_scale).expand(experts, n)
+
+    def share_global_scale(self) -> NVFP4Weight:
+        scales = self.global_scale
+        if scales.ndim == 1 or not bool((scales == scales[:, :1]).all()):
+            return self
+        return replace(self, global_scale=scales[:, 0].clone())
 
     def _per_row(self) -> tuple[Tensor, ...]:
         return self.qdata, self.scale, self.row_global_scale()

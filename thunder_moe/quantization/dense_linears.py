@@ -10,7 +10,6 @@ import logging
 import re
 from collections import defaultdict
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from typing import Any
 from weakref import ReferenceType, WeakKeyDictionary, ref
@@ -29,7 +28,7 @@ from thunder_moe.dense_names import (
 from thunder_moe.formats.block_format import BLOCK_FORMATS, NVFP4, BlockFormat
 from thunder_moe.formats.layouts import LINEAR
 from thunder_moe.formats.nvfp4 import WEIGHT_DTYPES
-from thunder_moe.formats.weight import NVFP4Weight, PackedWeight
+from thunder_moe.formats.weight import PackedWeight
 from thunder_moe.kernels.dense import SlowerFrom, slower_from, why_slower
 from thunder_moe.kernels.select import lay_out, preferred_layout
 from thunder_moe.nn.linear import NVFP4Linear, NVFP4LinearPart, NVFP4LinearStack, stacked_bias
@@ -304,10 +303,8 @@ def _join(parent: nn.Module, names: list[str], linears: list[NVFP4Linear]) -> No
     """Replace children of a module by the parts of a stack of them."""
     first = linears[0]
     weight = PackedWeight.concatenate(*(linear.packed_weight.to_layout(LINEAR) for linear in linears))
-    if isinstance(weight, NVFP4Weight) and bool((weight.global_scale == weight.global_scale[0, 0]).all()):
-        weight = replace(weight, global_scale=weight.global_scale[0, :1].clone())
     stack = NVFP4LinearStack(
-        lay_out(weight, "auto" if first.auto_layout else first.layout),
+        lay_out(weight.share_global_scale(), "auto" if first.auto_layout else first.layout),
         stacked_bias([linear.bias for linear in linears if linear.bias is not None]),
         weight_dtype=[dtype for linear in linears for dtype in linear.weight_dtypes],
         weight_requires_grad=[grads for linear in linears for grads in linear.weights_require_grad],

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from thunder_moe.checkpoint.formats.modelopt import MODELOPT
 from thunder_moe.checkpoint.modules import sort_modules
 from thunder_moe.finetune.lora import stored_adapters
 from thunder_moe.formats.mxfp8 import MAX_SCALE
-from thunder_moe.formats.weight import NVFP4Weight, PackedWeight
+from thunder_moe.formats.weight import PackedWeight
 from thunder_moe.integrations.huggingface.checkpoint_names import ModelNames, expert_sources, linear_source
 from thunder_moe.integrations.huggingface.experts import NVFP4Experts
 from thunder_moe.integrations.huggingface.sharding import refuse_part
@@ -117,10 +117,7 @@ def _stack(model: Any, name: str, stack: NVFP4LinearStack, left: dict[str, Tenso
         weights.append(weight.to("cpu").to_layout("linear"))
         biases.append(None if bias is None else bias.detach().cpu())
     joined = None if biases[0] is None else torch.cat([bias for bias in biases if bias is not None])
-    weight = PackedWeight.concatenate(*weights)
-    if isinstance(weight, NVFP4Weight) and bool((weight.global_scale == weight.global_scale[0, 0]).all()):
-        weight = replace(weight, global_scale=weight.global_scale[0, :1].clone())
-    return _set(name, stack, weight, joined)
+    return _set(name, stack, PackedWeight.concatenate(*weights).share_global_scale(), joined)
 
 
 def _dense(

@@ -234,9 +234,7 @@ def _whole(weight: PackedWeight, mesh: Any, dim: int, parts: int = 1) -> PackedW
     global_scale = weight.row_global_scale().contiguous()
     if dim < 2:
         global_scale = _joined(global_scale, mesh, dim, parts)
-    if bool((global_scale == global_scale[:, :1]).all()):
-        global_scale = global_scale[:, 0].clone()
-    return NVFP4Weight(qdata, scale, global_scale)
+    return NVFP4Weight(qdata, scale, global_scale).share_global_scale()
 
 
 def _joined(tensor: Tensor, mesh: Any, dim: int, parts: int = 1) -> Tensor:
