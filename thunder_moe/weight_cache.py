@@ -1,6 +1,6 @@
 """The cache of 4-bit copies of 16-bit weights, which all graphs and compilers share.
 Called by compiled graphs at every call, compilers, integrations.huggingface and users (`refresh_`); calls
-formats.nvfp4 when a weight has changed, kernels.select for the layout that a device reads best (`stacked_layout`).
+kernels.select to quantize a weight that has changed, and for the layout that a device reads best (`stacked_layout`).
 
 A copy is kept in an attribute of its weight (of the first one, if several are stacked), and dies with it. It is valid
 while its weights have the same storage, view of it and version counter. It also becomes invalid by events that may

@@ -249,7 +249,7 @@ def _clock(calls: list[Call], device: torch.device) -> Callable[[], float]:
 
 
 def _tuned(x: Tensor, expected: Tensor, packs: list[PackedWeight], args: argparse.Namespace) -> dict[str, Any]:
-    """An entry of configs.json: the fastest configuration for these rows."""
+    """Return an entry of configs.json: the fastest configuration for these rows."""
     rows, (_, n, k), capability = x.shape[0], packs[0].shape, torch.cuda.get_device_capability()
     configs = dense_candidates(rows, n, k, capability, packs[0].layout, packs[0].format.name)
 

@@ -1,5 +1,5 @@
 """Checkpoints: NVFP4 and MXFP4 files read into `NVFP4Weight`s, ModelOpt files written, 16-bit ones converted.
-Called by integrations and the command line; calls thunder_moe.formats and dense_names, and nothing else of the package.
+Called by integrations and the command line; calls formats, dense_names, selection, progress and scratch.
 """
 
 from thunder_moe.checkpoint.convert import LayerError, convert

@@ -1,5 +1,5 @@
 """The safetensors files of a checkpoint: checks all headers against the files, then reads one tensor at a time.
-Called by formats, decode, reader and convert; calls safetensors.
+Called by all of checkpoint that reads tensors, and by integrations.huggingface; calls safetensors.
 """
 
 from __future__ import annotations

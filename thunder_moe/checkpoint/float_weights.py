@@ -1,5 +1,5 @@
 """Reads the weights that a conversion quantizes or writes in 16 bits: 16-bit weights unchanged, FP8 weights decoded.
-Called by convert, quantize_experts and quantize_linears; calls formats.fp8 and files.
+Called by reader, quantize_experts and quantize_linears; calls formats.fp8 and files.
 """
 
 from __future__ import annotations

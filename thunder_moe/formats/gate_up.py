@@ -1,5 +1,5 @@
 """Converts between the two orders of the rows of a fused gate and up projection: interleaved, or gate's rows first.
-Called by weight_cache, checkpoint, nn and integrations.huggingface; calls torch alone.
+Called by weight_cache, checkpoint, compilers.thunder and integrations.huggingface; calls torch alone.
 
 GPT-OSS interleaves; our kernels and everything else of the package have the gate's rows first.
 """

@@ -1,5 +1,5 @@
 """MXFP4 to NVFP4, exactly: blocks of 32 with a power-of-two scale become two blocks of 16 with a power-of-two scale.
-Called by checkpoint.decode; calls weight.
+Called by checkpoint.formats.mxfp4; calls weight.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 """The MXFP8 number format: `quantize`, `dequantize`, 8-bit floats (E4M3) with a power-of-two scale per 32 along K.
-Called by kernels, weight_cache, quantization and the registry; calls plain torch, weight, checks and what nvfp4 shares.
+Called by kernels, ops, checkpoint and the registry; calls plain torch, weight, checks and what nvfp4 shares.
 
 `weight` has the formula of a value. Legend: E experts, N output features, K input features of the GEMM.
 """

@@ -1,1 +1,2 @@
-"""Models of other libraries on the package's operators. Called by users and quantize; each file imports its library."""
+"""Models of other libraries on the package's operators. Called by users and quantization; each folder imports its
+library."""

@@ -1,5 +1,5 @@
 """accelerate's hooks, which move activations between the devices of a model, kept through a replacement of modules.
-Called by experts and families; imports accelerate where a module has such a hook.
+Called by dense_linears, finetune.lora and integrations.huggingface; imports accelerate where a module has such a hook.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Chooses the modules that a conversion of a model replaces, by the options, and checks them ahead of any change.
-Called by quantization, qat, sensitivity and integrations.huggingface.on_load; loops over families
-and dense_linears; calls selection for the options, replaceable for what wraps modules.
+Called by quantize, finetune.qat, tools.sensitivity and integrations.huggingface.on_load; loops over families and
+dense_linears; calls selection for the options, replaceable for what wraps modules.
 """
 
 from __future__ import annotations

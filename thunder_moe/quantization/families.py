@@ -1,6 +1,6 @@
 """The registry of expert families: kinds of modules that quantize_ replaces, each with its match, convert and restore.
-Called by choose and quantization, which loop over it, and by integrations, which add theirs;
-calls nothing of the package.
+Called by choose and quantize, which loop over it, and by grouped_experts, dense_linears and integrations.huggingface,
+whose families derive from `ExpertFamily`; calls nothing of the package.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 """NVIDIA ModelOpt's NVFP4 and MXFP8, which vLLM, SGLang and TensorRT-LLM read, and which this package writes.
-Called by registry to read, by writer and convert to write; calls interface.
+Called by registry to read, by writer and integrations.huggingface.state_dicts to write; calls interface.
 
 Legend: E experts, I intermediate_size.
 """

@@ -1,6 +1,6 @@
 """The rewrite of Thunder's traces: frozen expert GEMMs -> NVFP4 symbols, their weights packed in the prologue.
 Called by Thunder, among a compilation's transforms (executor.py and plugin.py put it there); calls sites.py for what
-there is to rewrite, symbols.py for what takes its place, routers.py, nvfuser.py, and report.py.
+there is to rewrite, symbols.py for what takes its place and for the report, routers.py and nvfuser.py.
 
 find grouped GEMMs -> decide on each -> pair gate and up with their SwiGLU -> pack weights in the prologue, as nvFuser
 takes them where it runs the GEMM, else as our kernels read them best -> rewrite the computation -> record what was

@@ -51,7 +51,7 @@ def run_experts(
     order: tuple[Tensor, Tensor, Tensor] | None = None,
     adapted: tuple[LoRALinear | None, LoRALinear | None] = (None, None),
 ) -> Tensor:
-    """The layer's experts by the fused operators, or around the gate or norm of `own_class`.
+    """Run a layer's experts by the fused operators, or around the gate or norm of `own_class`.
 
     `order` is what `moe_route` gives for the ids, where the router has left it; `adapted` the projections that have
     LoRA adapters.
@@ -113,7 +113,7 @@ _FORMS: WeakKeyDictionary[nn.Module, tuple[tuple[Any, ...], ExpertsForm]] = Weak
 
 
 def thunder_moe_experts(self: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-    """The experts implementation "thunder_moe" of transformers, on a module that keeps its 16-bit weights.
+    """Run the experts implementation "thunder_moe" of transformers on a module that keeps its 16-bit weights.
 
     Frozen weights (or any, while gradients are disabled) are quantized on first use, and again when they have changed;
     weights that are being trained, or parametrized, run in 16 bits through transformers' own grouped_mm. Under

@@ -141,7 +141,7 @@ class _Load:
 
     @property
     def _main(self) -> torch.device:
-        """The device on which offloaded modules compute."""
+        """Return the device on which offloaded modules compute."""
         devices = [device for device in self.device_map.values() if str(device) not in ("cpu", "disk")]
         return torch.device(devices[0] if devices else "cpu")
 
