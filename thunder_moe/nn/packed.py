@@ -7,7 +7,6 @@ Legend: E experts, N out_features, K in_features.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import accumulate
@@ -205,7 +204,7 @@ class PackedModule(AdaptableLinear):
         tensors = [buffer for buffer in buffers if buffer is not None]
         weight = self._weight_of(tuple([tensor.detach() for tensor in tensors]))
         references = tuple([Reference(tensor, place) for tensor in tensors])
-        snapshot = Snapshot(addresses, weight, self._operands(weight), weakref.ref(weight), references)
+        snapshot = Snapshot(addresses, weight, self._operands(weight), references)
         place.latest = snapshot
         return snapshot
 

@@ -49,14 +49,12 @@ class Snapshot(NamedTuple):
         addresses: the buffers' addresses, to compare the current buffers with it.
         weight: the weight made of aliases of the buffers.
         operands: its tensors as the module's operator takes them.
-        identity: a weak reference to the weight, for caches that must not keep its memory alive.
         references: references to the buffers, qdata's first.
     """
 
     addresses: tuple[int | None, ...]
     weight: PackedWeight
     operands: tuple[Tensor, ...]
-    identity: weakref.ref[PackedWeight]
     references: tuple[Reference, ...]
 
 

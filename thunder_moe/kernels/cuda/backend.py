@@ -393,7 +393,7 @@ def launch_per_block(
 
 
 def _prefill_strategy(weight: PackedWeight, rows: int) -> str | None:
-    """Return how so many rows are multiplied by a weight: one of `prefill.STRATEGIES`, or None."""
+    """Return the conversion of a weight that so many rows are multiplied by, as `prefill.strategy`, or None."""
     capability = target(weight.device).capability
     return prefill.strategy(weight.layout, weight.shape, weight.format.name, rows, capability)
 

@@ -14,9 +14,9 @@ from thunder_moe.kernels.cuda.chain import launched
 from thunder_moe.kernels.cuda.linear import kernel_for, prepare_linear
 from thunder_moe.kernels.specs import LinearSpec, Target
 
-__all__ = ["DEQUANTIZE_FIRST", "RETILE_FIRST", "STRATEGIES", "multiply", "strategy"]
+__all__ = ["DEQUANTIZE_FIRST", "RETILE_FIRST", "multiply", "strategy"]
 
-RETILE_FIRST, DEQUANTIZE_FIRST = STRATEGIES = "tiled_64x64", "16 bits"
+RETILE_FIRST, DEQUANTIZE_FIRST = "tiled_64x64", "16 bits"
 # Rows per expert up to which the kernels of "linear" weights are as fast. H200, us of the GEMM with these kernels, with
 # the conversion, and with bf16 weights. MXFP8 to tiles, Qwen3-30B-A3B (1536, 2048): 64 rows 298, 377, 262; 128 rows
 # 443, 429, 373; 256 rows 750, 643, 444; 512 rows 1252, 894, 762. Mixtral (28672, 4096): 256 rows 1696, 1366, 1036; 2048
@@ -33,7 +33,7 @@ _MOST_ROWS_ALONE = {"nvfp4": 2048, "mxfp8": 256}
 def strategy(
     layout: str, shape: tuple[int, int, int], format: str, rows: int, capability: tuple[int, int]
 ) -> str | None:
-    """Return how the weight is converted before the GEMM: one of `STRATEGIES`, or None without a conversion.
+    """Return how the weight is converted before the GEMM: `RETILE_FIRST`, `DEQUANTIZE_FIRST`, or None if it is not.
 
     Args:
         layout: the weight's layout.
