@@ -1,5 +1,5 @@
 """Layout "tiled_64x64" of MXFP8 weights: codes and scales in the order of the reads of a warp of the SM90 kernels.
-Called by layouts; calls plain torch. src/mxfp8.cuh decodes it, and src/quantize_mxfp8.cu writes it.
+Called by layouts; calls tiled_64x64 to rotate words. src/mxfp8.cuh decodes it, and src/quantize_mxfp8.cu writes it.
 
 Legend: E experts, N output features, K input features of the GEMM.
 """
@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+
+from thunder_moe.formats.tiled_64x64 import rotate
 
 __all__ = ["SCALE_OFFSET", "from_tiled", "to_tiled"]
 
@@ -53,7 +55,7 @@ def to_tiled(qdata: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
         codes[expert] = _pack(first, second).contiguous().view(torch.uint8).reshape(n, k)
         exponents = (scale[expert].view(torch.uint8).int() + SCALE_OFFSET).clamp_max(_NAN).to(torch.uint8)
         words = exponents.view(rows, 4, 2, 8, columns, 2).permute(0, 4, 1, 3, 2, 5).flatten().view(torch.int32)
-        scales[expert] = _rotate(words, 7).view(torch.uint8).view(n, -1)
+        scales[expert] = rotate(words, 7).view(torch.uint8).view(n, -1)
     return codes.view(torch.float8_e4m3fn), scales.view(torch.float8_e8m0fnu)
 
 
@@ -71,7 +73,7 @@ def from_tiled(qdata: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
         # [8 rows, N/64, K/64, w, p, g, t, s, i, odd]
         bits = bits.view(2, rows, columns, 4, 2, 8, 4, 2, 2, 2)
         codes[expert] = bits.permute(1, 3, 0, 5, 2, 4, 7, 8, 6, 9).reshape(n, k)
-        exponents = _rotate(_words(scale[expert]), -7).view(torch.uint8).int()
+        exponents = rotate(_words(scale[expert]), -7).view(torch.uint8).int()
         exponents = torch.where(exponents == _NAN, _NAN, exponents - SCALE_OFFSET).to(torch.uint8)
         scales[expert] = exponents.view(rows, columns, 4, 8, 2, 2).permute(0, 2, 4, 3, 1, 5).reshape(n, -1)
     return codes.view(torch.float8_e4m3fn), scales.view(torch.float8_e8m0fnu)
@@ -103,9 +105,3 @@ def _words(numbers: Tensor) -> Tensor:
 def _shifted_right(word: Tensor, by: int) -> Tensor:
     """Shifts int32 right, zeros from above."""
     return word >> by & (1 << 32 - by) - 1
-
-
-def _rotate(word: Tensor, left: int) -> Tensor:
-    """Rotate int32 left within 32 bits."""
-    left %= 32
-    return word << left | _shifted_right(word, 32 - left)

@@ -1,5 +1,5 @@
 """Layout "tiled_64x64" of NVFP4 weights: codes and scales in the order of our CUDA kernels for SM90.
-Called by layouts; calls torch alone.
+Called by layouts, and by mxfp8_tiled_64x64 for `rotate`; calls torch alone.
 
 Legend: E experts, N output features, K input features, S = K // 16 block scales of a row.
 """
@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["TILE", "from_tiled", "scale_table", "to_tiled"]
+__all__ = ["TILE", "from_tiled", "rotate", "scale_table", "to_tiled"]
 
 TILE = 64  # rows and k of a block
 _BLOCK_SIZE = 16  # weights that share a scale
@@ -61,14 +61,14 @@ def to_tiled(qdata: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
         # [N/64, w, 8 rows, g, K/64, two steps, step, 8 k, t]
         live = live.view(rows, 4, 2, 8, columns, 2, 2, 2, 4).permute(6, 7, 2, 0, 4, 1, 3, 8, 5).contiguous()
         (r0, r1, r2, r3), (s0, s1, s2, s3) = (map(_register, step.flatten(0, 1)) for step in live)
-        shared = _rotate(r3, -6) | _rotate(s3, -12)
-        even = r0 | _rotate(r1, -4) | _rotate(r2, -10) | (shared & _SHARED_IN_FIRST)
-        odd = s0 | _rotate(s1, -4) | _rotate(s2, -10) | _rotate(shared & ~_SHARED_IN_FIRST, -2)
+        shared = rotate(r3, -6) | rotate(s3, -12)
+        even = r0 | rotate(r1, -4) | rotate(r2, -10) | (shared & _SHARED_IN_FIRST)
+        odd = s0 | rotate(s1, -4) | rotate(s2, -10) | rotate(shared & ~_SHARED_IN_FIRST, -2)
         words = torch.stack((even, odd), -1)  # [N/64, K/64, w, g, t, two steps, step]
         codes[expert] = words.view(torch.uint8).view(n, half)
         bits = table.index_select(0, bits.flatten().int()).view(rows, 4, 2, 8, columns, 2, 2)
         bits = bits.permute(0, 4, 1, 3, 5, 2, 6).flatten().view(torch.int32)
-        scales[expert] = _rotate(bits, -4).view(torch.uint8).view(n, -1)
+        scales[expert] = rotate(bits, -4).view(torch.uint8).view(n, -1)
     return codes, scales.view(torch.float8_e4m3fn)
 
 
@@ -83,12 +83,12 @@ def from_tiled(qdata: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
         words = qdata[expert].clone(memory_format=torch.contiguous_format).view(torch.int32)
         even, odd = words.view(rows, columns, 4, 8, 4, 2, 2).unbind(-1)
         shared = (even & _SHARED_IN_FIRST) | (odd << 2 & ~_SHARED_IN_FIRST)
-        registers = [word for step in (even, odd) for word in (step, step << 4, _rotate(step, 10))]
+        registers = [word for step in (even, odd) for word in (step, step << 4, rotate(step, 10))]
         registers.insert(3, shared << 6)
-        registers.append(_rotate(shared, 12))
+        registers.append(rotate(shared, 12))
         pairs = torch.stack([*map(_code_pair, registers)]).view(2, 2, 2, rows, columns, 4, 8, 4, 2)
         codes[expert] = pairs.permute(3, 5, 2, 6, 4, 8, 0, 1, 7).reshape(n, half)
-        bits = _rotate(scale[expert].clone(memory_format=torch.contiguous_format).view(torch.int32), 4)
+        bits = rotate(scale[expert].clone(memory_format=torch.contiguous_format).view(torch.int32), 4)
         bits = table.index_select(0, bits.view(torch.uint8).flatten().int())
         bits = bits.view(rows, columns, 4, 8, 2, 2, 2)  # [N/64, K/64, w, g, two steps, 8 rows, step]
         scales[expert] = bits.permute(0, 2, 5, 3, 1, 4, 6).reshape(n, -1)
@@ -107,7 +107,7 @@ def _code_pair(register: Tensor) -> Tensor:
     return (magnitudes | (register >> 12 & 8) | (register >> 24 & 0x80)).to(torch.uint8)
 
 
-def _rotate(word: Tensor, left: int) -> Tensor:
+def rotate(word: Tensor, left: int) -> Tensor:
     """Rotate int32 left within 32 bits."""
     left %= 32
     return word << left | (word >> 32 - left & (1 << left) - 1)
