@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-__all__ = ["expand_rows", "expand_tokens", "shrink"]
+__all__ = ["expand_rows", "expand_tokens", "shrink", "strides"]
 
 
 def _width(ranks: int) -> int:
@@ -121,7 +121,7 @@ def shrink(x: Tensor, row_of_slot: Tensor | None, ids: Tensor, adapters: Tensor,
     (loaded, _, rank, k), (tokens, top_k) = a[0].shape, ids.shape
     out, ranks = x.new_empty(len(a), tokens * top_k, rank, dtype=torch.float32), triton.next_power_of_2(rank)
     _shrink[(tokens * top_k, len(a))](
-        x, ids if row_of_slot is None else row_of_slot, ids, adapters, a[0], a[-1], out, loaded, *_strides(a[0]), k,
+        x, ids if row_of_slot is None else row_of_slot, ids, adapters, a[0], a[-1], out, loaded, *strides(a[0]), k,
         rank, tokens * top_k, TOP_K=top_k, BY_ROW=row_of_slot is not None, RANKS=ranks, WIDTH=_width(ranks),
         num_warps=8,
     )  # fmt: skip
@@ -137,7 +137,7 @@ def expand_rows(
     (loaded, _, n, rank), (tokens, top_k) = b[0].shape, ids.shape
     ranks = triton.next_power_of_2(rank)
     _expand_rows[(tokens * top_k, triton.cdiv(n, _columns(ranks)), len(b))](
-        inner, row_of_slot, ids, adapters, b[0], b[-1], out, loaded, *_strides(b[0]), b[0].stride(2), n, rank,
+        inner, row_of_slot, ids, adapters, b[0], b[-1], out, loaded, *strides(b[0]), b[0].stride(2), n, rank,
         tokens * top_k, out.shape[1], TOP_K=top_k, RANKS=ranks, COLUMNS=_columns(ranks),
     )  # fmt: skip
 
@@ -149,11 +149,11 @@ def expand_tokens(out: Tensor, inner: Tensor, weights: Tensor, ids: Tensor, adap
     (loaded, _, n, rank), (tokens, top_k) = b.shape, ids.shape
     ranks = triton.next_power_of_2(rank)
     _expand_tokens[(tokens, triton.cdiv(n, _columns(ranks)))](
-        inner, weights, ids, adapters, b, out, loaded, *_strides(b), n, rank, out.stride(0),
+        inner, weights, ids, adapters, b, out, loaded, *strides(b), n, rank, out.stride(0),
         TOP_K=top_k, RANKS=ranks, COLUMNS=_columns(ranks),
     )  # fmt: skip
 
 
-def _strides(weight: Tensor) -> tuple[int, int]:
+def strides(weight: Tensor) -> tuple[int, int]:
     """Return the strides of an adapter and of an expert, 0 if the experts share one matrix."""
     return weight.stride(0), weight.stride(1) if weight.shape[1] > 1 else 0

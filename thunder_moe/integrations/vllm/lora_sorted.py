@@ -1,5 +1,5 @@
 """Triton kernels for the adapters of many tokens: tensor-core products of rows sorted by (adapter, expert).
-Called by lora; calls Triton, which vLLM has on CUDA. Nothing here synchronises with the host.
+Called by lora; calls lora_kernels and Triton, which vLLM has on CUDA. Nothing here synchronises with the host.
 
     blocks          ends of the pairs' rows -> the pair and the first row of each block of rows
     shrink          (T or M, K), A (S, E, R, K) -> inner, (P, M, R)
@@ -20,6 +20,8 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from thunder_moe.integrations.vllm.lora_kernels import strides
 
 __all__ = ["Blocks", "blocks", "expand", "expand_rows", "shrink"]
 
@@ -151,7 +153,7 @@ def shrink(x: Tensor, where: Blocks, top_k: int, row_of_slot: Tensor | None, a: 
     slot_row = where.row_slot if row_of_slot is None else row_of_slot
     _shrink[(where.pair.shape[0], len(a))](
         x, where.pair, where.row, where.ends, where.row_slot, slot_row, a[0], a[-1], out, where.ends.shape[0],
-        where.experts, *_strides(a[0]), k, rank, rows, TOP_K=top_k, BY_ROW=row_of_slot is not None, ROWS=_ROWS,
+        where.experts, *strides(a[0]), k, rank, rows, TOP_K=top_k, BY_ROW=row_of_slot is not None, ROWS=_ROWS,
         RANKS=_ranks(rank), WIDTH=_WIDTH, num_warps=4,
     )  # fmt: skip
     return out
@@ -177,7 +179,7 @@ def _launch(
     _, _, n, rank = b[0].shape
     _expand[(where.pair.shape[0], triton.cdiv(n, _COLUMNS), len(b))](
         inner, weights, where.pair, where.row, where.ends, where.row_slot, row_of_slot, b[0], b[-1], out,
-        where.ends.shape[0], where.experts, *_strides(b[0]), b[0].stride(2), n, rank, inner.shape[1], out.shape[1],
+        where.ends.shape[0], where.experts, *strides(b[0]), b[0].stride(2), n, rank, inner.shape[1], out.shape[1],
         ADD=add, ROWS=_ROWS, RANKS=_ranks(rank), COLUMNS=_COLUMNS, num_warps=4,
     )  # fmt: skip
 
@@ -185,8 +187,3 @@ def _launch(
 def _ranks(rank: int) -> int:
     """Return the padded rank of a tensor core's product, which is at least 16."""
     return max(16, int(triton.next_power_of_2(rank)))
-
-
-def _strides(weight: Tensor) -> tuple[int, int]:
-    """Return the strides of an adapter and of an expert, 0 if the experts share one matrix."""
-    return weight.stride(0), weight.stride(1) if weight.shape[1] > 1 else 0
