@@ -50,7 +50,8 @@ class ActivationForm:
     interleave: int | None = None
 
     @property
-    def glu(self) -> SwiGLUConfig:
+    def swiglu_config(self) -> SwiGLUConfig:
+        """Return the parameters of SwiGLU."""
         return SwiGLUConfig(self.alpha, self.limit, self.up_shift)
 
     @property
@@ -82,7 +83,7 @@ class ActivationForm:
         if self.kind == "srelu":
             out = kernels.scaled_srelu(y, scales, ends)
         else:
-            out = kernels.scaled_swiglu(y, scales, ends, form=self.glu, interleave=self.interleave)
+            out = kernels.scaled_swiglu(y, scales, ends, form=self.swiglu_config, interleave=self.interleave)
         return out
 
     def gradient(
@@ -94,7 +95,7 @@ class ActivationForm:
             grads = kernels.scaled_srelu_gradient(grad, y, scales, ends, needs=needs)
         else:
             grads = kernels.scaled_swiglu_gradient(
-                grad, y, scales, ends, form=self.glu, interleave=self.interleave, needs=needs
+                grad, y, scales, ends, form=self.swiglu_config, interleave=self.interleave, needs=needs
             )
         return grads
 

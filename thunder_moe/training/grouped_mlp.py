@@ -192,10 +192,10 @@ class NVFP4GroupedMLP(nn.Module):
         early = None if by_operators else scales  # the factors that the rows of the down projection have already
         fusible = form is not None and form.kind == "swiglu" and form.interleave is None
         if fusible and form is not None and calls_only_its_class(gate_up, NVFP4GroupedLinear):
-            (weight, tensors), glu = gate_up.read(), form.glu
+            (weight, tensors), config = gate_up.read(), form.swiglu_config
             rows = operator_for("f16a_nvfp4weight_grouped_swiglu", weight.format)(
                 x, *tensors, ends, None, None, gate_up.local_bias,
-                layout=weight.layout, alpha=glu.alpha, limit=glu.limit, up_shift=glu.up_shift,
+                layout=weight.layout, alpha=config.alpha, limit=config.limit, up_shift=config.up_shift,
             )  # fmt: skip
             rows = rows if early is None else ops.grouped_bias(rows, ends, None, None, early)
         elif form is not None:

@@ -222,7 +222,7 @@ class ThunderExperts(mk.FusedMoEExpertsModular):  # type: ignore[misc]
             and select(hidden_states.device, format=self._format.name) is cuda
         ):
             ranks = 1 if expert_map is None else round(global_num_experts / w1.shape[0])
-            biases, form = self.biases, self._glu(activation)
+            biases, form = self.biases, self._swiglu_config(activation)
             call = ExpertsCall(
                 hidden_states, ids, weights, self.gate_up, self.down, biases.get("gate_up_bias"),
                 biases.get("down_bias"), form=form, expert_ranks=ranks,
@@ -242,7 +242,7 @@ class ThunderExperts(mk.FusedMoEExpertsModular):  # type: ignore[misc]
         """
         if activation not in FUSED_ACTIVATIONS:
             return self._run_unfused(hidden_states, ids, weights, activation)
-        form = self._glu(activation)
+        form = self._swiglu_config(activation)
         options: dict[str, Any] = dict(alpha=form.alpha, limit=form.limit, up_shift=form.up_shift)
         options |= self.biases
         return moe_experts(hidden_states, ids, weights, self.gate_up, self.down, **options)
@@ -258,7 +258,7 @@ class ThunderExperts(mk.FusedMoEExpertsModular):  # type: ignore[misc]
         self.activation(activation, gated, rows)
         return grouped_operator("f16a_nvfp4weight_grouped_mm_combine", gated, second, offsets, slot_row, weights)
 
-    def _glu(self, activation: MoEActivation) -> SwiGLUConfig:
+    def _swiglu_config(self, activation: MoEActivation) -> SwiGLUConfig:
         """Return the activation for our kernels, with the clamp of the model's config."""
         config = self.activation_config
         if activation == MoEActivation.SILU:

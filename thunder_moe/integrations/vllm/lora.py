@@ -260,7 +260,7 @@ class ThunderLoRAExperts(LoRAExpertsMixin, ThunderExperts):  # type: ignore[misc
     def _activate(self, gate_up: Tensor, offsets: Tensor, activation: MoEActivation) -> Tensor:
         """Apply the activation, (M, 2I) -> (M, I); rows past the last end are undefined."""
         if activation in FUSED_ACTIVATIONS:
-            form = self._glu(activation)
+            form = self._swiglu_config(activation)
             out: Tensor = torch.ops.thunder_moe.scaled_activation(
                 gate_up, None, offsets, alpha=form.alpha, limit=form.limit, up_shift=form.up_shift
             )
