@@ -37,7 +37,7 @@ from thunder_moe.kernels.cuda.arguments import (
 from thunder_moe.kernels.cuda.configs import COMMON, TILED, GemmConfig
 from thunder_moe.kernels.cuda.launch import launch
 from thunder_moe.kernels.cuda.linear import MAX_EXPERTS
-from thunder_moe.kernels.cuda.operands import aligned, as_kernel_float, operands_of, target, weight_spec
+from thunder_moe.kernels.cuda.operands import aligned, aligned_float, operands_of, target, weight_spec
 from thunder_moe.kernels.cuda.prepared import DEQUANTIZE, ELEMENTWISE_THREADS, ROUTE, elementwise_blocks
 from thunder_moe.kernels.experts import ExpertsCall, unfused
 from thunder_moe.kernels.slow_paths import to_linear, warn_once
@@ -122,7 +122,7 @@ def grouped_swiglu(
         return swiglu(gate_up, offsets, row_slot, slot_scale, bias, form)
     row_slot = None if row_slot is None else row_slot.contiguous()
     operands = aligned(activation.detach()), operands_of(weight), offsets.contiguous()
-    slot_scale, bias = as_kernel_float(slot_scale), as_kernel_float(bias)
+    slot_scale, bias = aligned_float(slot_scale), aligned_float(bias)
     return _run("grouped_swiglu", weight, config, *operands, row_slot, slot_scale, bias, form=form)
 
 
@@ -141,9 +141,9 @@ def grouped_mm_combine(
     if rows == 0 or n == 0 or slot_row.numel() == 0:
         return activation.new_zeros(slot_row.shape[0], n)
     weight, offsets = _for_rows(weight, rows), offsets.contiguous()
-    operands, bias = (aligned(activation.detach()), operands_of(weight), offsets), as_kernel_float(bias)
+    operands, bias = (aligned(activation.detach()), operands_of(weight), offsets), aligned_float(bias)
     if n % 2 == 0 and (bias is not None or _prefill_strategy(weight, rows) != prefill.DEQUANTIZE_FIRST):
-        routing = slot_row.contiguous(), as_kernel_float(slot_weight)
+        routing = slot_row.contiguous(), aligned_float(slot_weight)
         return _run("grouped_mm_combine", weight, None, *operands, *routing, bias)
     if bias is None:
         product = grouped_mm(activation, weight, offsets)
@@ -173,9 +173,9 @@ def moe_experts(
         call = call._replace(gate_up=_readable(gate_up), down=_readable(down))
         order = (None, None, None) if call.order is None else tuple(each.contiguous() for each in call.order)
         args = (
-            aligned(call.hidden_states.detach()), call.expert_ids.contiguous(), as_kernel_float(call.expert_weights),
+            aligned(call.hidden_states.detach()), call.expert_ids.contiguous(), aligned_float(call.expert_weights),
             operands_of(call.gate_up), operands_of(call.down),
-            as_kernel_float(call.gate_up_bias), as_kernel_float(call.down_bias),
+            aligned_float(call.gate_up_bias), aligned_float(call.down_bias),
             *order, out,
         )  # fmt: skip
         options = dict(
@@ -224,7 +224,7 @@ def mm(
     weight = _for_rows(weight, rows, config)
     codes, scale, global_scale, *_ = operands_of(weight)  # of the one group
     operands = WeightOperands(codes[0], scale[0], None if global_scale is None else global_scale[0], weight.format)
-    return _run("scaled_mm", weight, config, aligned(activation.detach()), operands, as_kernel_float(bias))
+    return _run("scaled_mm", weight, config, aligned(activation.detach()), operands, aligned_float(bias))
 
 
 def mm_dgrad(grad: Tensor, weight: PackedWeight) -> Tensor:
@@ -240,7 +240,7 @@ def combine(rows: Tensor, slot_row: Tensor, slot_weight: Tensor | None, *, out: 
     per token."""
     if rows.numel() == 0 or slot_row.numel() == 0:
         return rows.new_zeros(slot_row.shape[0], rows.shape[1]) if out is None else out.zero_()
-    summed: Tensor = operators.run("combine", aligned(rows), slot_row.contiguous(), as_kernel_float(slot_weight), out)
+    summed: Tensor = operators.run("combine", aligned(rows), slot_row.contiguous(), aligned_float(slot_weight), out)
     return summed
 
 
@@ -257,7 +257,7 @@ def swiglu(
     out = gate_up.new_empty(rows, features)
     if out.numel() == 0:
         return out
-    offsets, slot_scale, bias = offsets.contiguous(), as_kernel_float(slot_scale), as_kernel_float(bias)
+    offsets, slot_scale, bias = offsets.contiguous(), aligned_float(slot_scale), aligned_float(bias)
     row_slot = None if row_slot is None else row_slot.contiguous()
     tensors = (gate_up, offsets, row_slot, slot_scale, bias, out)
     argument = SwigluArguments(
@@ -302,7 +302,7 @@ def router(
         return reference.router(logits, bias, form, dtype)
     options = dict(vars(form), scores_dtype=None if dtype == logits.dtype else dtype)
     results: tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
-    results = operators.run("moe_router", aligned(logits), as_kernel_float(bias), **options)
+    results = operators.run("moe_router", aligned(logits), aligned_float(bias), **options)
     return results
 
 
@@ -320,7 +320,7 @@ def linear_router(
         return routing.linear_router(hidden, weight, linear_bias, bias, form, logits_dtype, dtype, choose=router)
     dtypes = dict(logits_dtype=logits_dtype, scores_dtype=dtype)
     options = {name: None if value == hidden.dtype else value for name, value in dtypes.items()} | vars(form)
-    operands = aligned(hidden), aligned(weight), as_kernel_float(linear_bias), as_kernel_float(bias)
+    operands = aligned(hidden), aligned(weight), aligned_float(linear_bias), aligned_float(bias)
     results: tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
     results = operators.run("moe_linear_router", *operands, **options)
     return results

@@ -10,11 +10,10 @@ import torch
 from torch import Tensor
 
 from thunder_moe.formats.weight import PackedWeight, WeightOperands
-from thunder_moe.kernels import arguments
-from thunder_moe.kernels.arguments import MaybeTensor
+from thunder_moe.kernels.arguments import MaybeTensor, as_kernel_float
 from thunder_moe.kernels.specs import Target, WeightSpec
 
-__all__ = ["aligned", "as_kernel_float", "operands_of", "target", "weight_spec"]
+__all__ = ["aligned", "aligned_float", "operands_of", "target", "weight_spec"]
 
 
 def aligned(tensor: Tensor) -> Tensor:
@@ -23,9 +22,9 @@ def aligned(tensor: Tensor) -> Tensor:
     return tensor if tensor.data_ptr() % 16 == 0 else tensor.clone()
 
 
-def as_kernel_float(tensor: MaybeTensor) -> MaybeTensor:
+def aligned_float(tensor: MaybeTensor) -> MaybeTensor:
     """Return a tensor `aligned`, in a dtype that the kernels read."""
-    return None if tensor is None else aligned(arguments.as_kernel_float(tensor))
+    return None if tensor is None else aligned(as_kernel_float(tensor))
 
 
 def operands_of(weight: PackedWeight) -> WeightOperands:
