@@ -33,7 +33,7 @@ CAUSAL = "causal_sdpa"
 def _causal_attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: None, scaling: float, **_: Any
 ) -> tuple[Tensor, None]:
-    """(B, heads, length, head_dim) each -> (B, length, heads, head_dim)."""
+    """Map (B, heads, length, head_dim) each -> (B, length, heads, head_dim)."""
     groups = query.shape[1] // key.shape[1]
     key, value = (each.repeat_interleave(groups, 1) for each in (key, value))
     out = F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling)
@@ -77,7 +77,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def make(name: str, way: str, layers: int | None, masked: bool = False) -> tuple[nn.Module, list[nn.Parameter]]:
-    """The layers of a model without a head, all where None, and the parameters of their adapters; masked: by
+    """Return the layers of a model without a head, all where None, and the parameters of their adapters; masked: by
     transformers' attention, which GPT-OSS has always."""
     import transformers
 

@@ -58,7 +58,7 @@ def main(argv: Sequence[str] | None = None) -> list[dict[str, Any]]:
 
 
 def start() -> tuple[DeviceMesh, torch.device]:
-    """The mesh of all ranks, and this rank's device."""
+    """Return the mesh of all ranks, and this rank's device."""
     rank, ranks = int(os.environ.get("LOCAL_RANK", "0")), int(os.environ["WORLD_SIZE"])
     kind = "cuda" if torch.cuda.device_count() >= ranks else "cpu"
     device = torch.device(f"cuda:{rank}" if kind == "cuda" else "cpu")
@@ -69,7 +69,7 @@ def start() -> tuple[DeviceMesh, torch.device]:
 
 
 def compare(args: argparse.Namespace, mesh: DeviceMesh, device: torch.device, quantized: bool) -> list[dict[str, Any]]:
-    """The rows of 16-bit or 4-bit experts."""
+    """Return the rows of 16-bit or 4-bit experts."""
     torch.manual_seed(0)  # every rank has the same weights and knows all tokens
     config = Llama4MoEConfig(args.hidden, args.intermediate, args.experts, top_k=args.top_k)
     whole = Llama4MoE(config, dtype=torch.bfloat16, device=device)
@@ -104,7 +104,7 @@ def compare(args: argparse.Namespace, mesh: DeviceMesh, device: torch.device, qu
 
 
 def run(layer: nn.Module, x: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-    """Output, and the whole gradients of the 16-bit experts' weights."""
+    """Return the output, and the whole gradients of the 16-bit experts' weights."""
     out = layer(x)
     out.float().square().sum().backward()
     grads = {name: p.grad for name, p in layer.named_parameters() if "experts" in name and p.grad is not None}
@@ -112,7 +112,7 @@ def run(layer: nn.Module, x: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
 
 
 def milliseconds(layer: nn.Module, x: Tensor) -> float:
-    """The median of a few forwards."""
+    """Return the median of a few forwards."""
 
     def once() -> float:
         dist.barrier()
@@ -132,7 +132,7 @@ def synchronize(device: torch.device) -> None:
 
 
 def size(layer: Llama4MoE | nn.Module) -> int:
-    """Bytes of the routed experts that a rank keeps."""
+    """Return the bytes of the routed experts that a rank keeps."""
     experts: Any = layer.routed_experts
     return sum(local(tensor).nbytes for tensor in (*experts.parameters(), *experts.buffers()))
 

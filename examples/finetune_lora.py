@@ -45,7 +45,7 @@ from thunder_moe.progress import progress_bar
 
 
 def prose() -> tuple[Tensor, Tensor]:
-    """The texts of Python's help topics as uint8: those to tune on, and each eighth one, which is held out."""
+    """Return the texts of Python's help topics as uint8: those to tune on, and each eighth one, which is held out."""
     names = sorted(topics)
     parts = [[name for at, name in enumerate(names) if (at % 8 == 4) == held_out] for held_out in (False, True)]
     joined = ("\0".join(topics[name] for name in part).encode() for part in parts)
@@ -56,7 +56,7 @@ def prose() -> tuple[Tensor, Tensor]:
 def train(
     model: nn.Module, parameters: list[nn.Parameter], text: Tensor, steps: int, rate: float, seed: int, label: str
 ) -> list[float]:
-    """Steps of AdamW on some parameters, with bytes that each step's number chooses; the loss of each in bits."""
+    """Take steps of AdamW on some parameters with bytes that each step's number chooses; return each loss in bits."""
     optimizer = MasterAdamW(parameters, steps, peak_rate=rate)
     device, losses = parameters[0].device, []
     for step in progress_bar(range(steps), desc=label, unit="step"):
@@ -112,7 +112,7 @@ def tune(
 
 
 def plot(columns: dict[str, dict[str, Any]], path: Path) -> None:
-    """Loss curves of the tuning, bits per byte and the experts' memory."""
+    """Plot loss curves of the tuning, bits per byte and the experts' memory."""
     figure = Figure(figsize=(13, 4), layout="constrained")
     curve, bits, memory = figure.subplots(1, 3)
     for name, column in columns.items():

@@ -22,7 +22,7 @@ except ImportError as error:
 
 
 def load(directory: Path | None, device: str) -> tuple[Any, Any]:
-    """(bf16 model, tokenizer) of a directory; without one a small random Qwen3-MoE and None."""
+    """Return (bf16 model, tokenizer) of a directory; without one a small random Qwen3-MoE and None."""
     auto: Any = AutoModelForCausalLM  # its methods have no annotations
     if directory is not None:
         model = auto.from_pretrained(directory, dtype=torch.bfloat16)
@@ -45,7 +45,7 @@ def generate(model: Any, prompt: Tensor, tokens: int) -> Tensor:
 
 
 def mebibytes(model: nn.Module) -> float:
-    """Parameters and buffers of a model."""
+    """Return the size of the parameters and buffers of a model."""
     return sum({id(t): t.nbytes for t in [*model.parameters(), *model.buffers()]}.values()) / 2**20
 
 

@@ -68,25 +68,25 @@ COLUMNS = {
 
 
 def source_files(root: Path) -> list[Path]:
-    """The .py files below a directory, sorted, without `SKIPPED_DIRECTORIES`."""
+    """Return the .py files below a directory, sorted, without `SKIPPED_DIRECTORIES`."""
     files = (path for path in root.rglob("*.py") if not path.name.startswith("_sysconfigdata"))
     kept = [path for path in files if not SKIPPED_DIRECTORIES.intersection(path.relative_to(root).parts)]
     return sorted(kept, key=lambda path: path.relative_to(root).as_posix())
 
 
 def split_files(files: Sequence[Path]) -> tuple[list[Path], list[Path]]:
-    """(train, held out): every 16th file is held out."""
+    """Return (train, held out): every 16th file is held out."""
     train = [path for index, path in enumerate(files) if index % 16 != 8]
     return train, [path for index, path in enumerate(files) if index % 16 == 8]
 
 
 def read_bytes(files: Iterable[Path]) -> Tensor:
-    """All files in one uint8 tensor, separated by a zero byte."""
+    """Return all files in one uint8 tensor, separated by a zero byte."""
     return torch.frombuffer(bytearray(b"\0".join(path.read_bytes() for path in files)), dtype=torch.uint8)
 
 
 def windows(text: Tensor, starts: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
-    """(bytes, the byte after each), both (len(starts), WINDOW) int64."""
+    """Return (bytes, the byte after each), both (len(starts), WINDOW) int64."""
     chunk = text[starts[:, None] + torch.arange(WINDOW + 1)].long().to(device)
     return chunk[:, :-1].contiguous(), chunk[:, 1:].contiguous()
 
@@ -135,7 +135,7 @@ class ByteModel(nn.Module):
 
 
 def with_grouped_mlp(model: ByteModel) -> ByteModel:
-    """The model with a `GroupedMLP` of the same weights in the place of each `GroupedSwiGLU`."""
+    """Return the model with a `GroupedMLP` of the same weights in the place of each `GroupedSwiGLU`."""
     blocks: Any = model.blocks
     for block in blocks:
         experts = block.moe.routed_experts
@@ -202,7 +202,7 @@ def train(
 
 
 def held_out_batches(text: Tensor, device: torch.device) -> list[tuple[Tensor, Tensor]]:
-    """`HELD_OUT_BATCHES` batches of windows at equal distances in the held-out text."""
+    """Return `HELD_OUT_BATCHES` batches of windows at equal distances in the held-out text."""
     starts = torch.linspace(0, len(text) - WINDOW - 1, HELD_OUT_BATCHES * BATCH, dtype=torch.float64).long()
     return [windows(text, part, device) for part in torch.split(starts, BATCH)]
 
@@ -263,7 +263,7 @@ def with_dense_layers(
 
 
 def inner_compiler(device: torch.device) -> str:
-    """ "inductor" where it works (on a CPU it needs a C++ compiler), else "aot_eager", and a line that says why."""
+    """Return "inductor" where it works (a CPU needs a C++ compiler), else "aot_eager" after a line that says why."""
     try:
         torch.compile(lambda x: x.sin() + 1, fullgraph=True)(torch.ones(64, device=device))
     except Exception as error:  # no compiler, no Python headers, no Triton, ...
@@ -274,7 +274,7 @@ def inner_compiler(device: torch.device) -> str:
 
 
 def expert_bytes(model: nn.Module) -> int:
-    """Bytes of the routed experts' weights, 16-bit or packed."""
+    """Return the bytes of the routed experts' weights, 16-bit or packed."""
     wide = sum(module.weight.nbytes for module in model.modules() if isinstance(module, GroupedLinear))
     return wide + sum(m.packed_weight.nbytes for m in model.modules() if isinstance(m, NVFP4GroupedLinear))
 
@@ -301,7 +301,7 @@ def generate(
 
 
 def machine(device: torch.device) -> str:
-    """The GPU's name, or the CPU's with what of it multiplies bf16."""
+    """Return the GPU's name, or the CPU's with what of it multiplies bf16."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     info = Path("/proc/cpuinfo")
@@ -312,7 +312,7 @@ def machine(device: torch.device) -> str:
 
 
 def table(results: dict[str, dict[str, float]], labels: dict[str, str]) -> str:
-    """The numbers of all columns, aligned."""
+    """Return the numbers of all columns, aligned."""
     columns = [results[name] for name in labels]
     rows = [
         ["", *labels.values()],
@@ -330,7 +330,7 @@ def table(results: dict[str, dict[str, float]], labels: dict[str, str]) -> str:
 
 
 def plot(losses: list[float], results: dict[str, dict[str, float]], labels: dict[str, str], path: Path) -> None:
-    """The loss curve, and a bar per column for bits per byte, memory and speed."""
+    """Plot the loss curve, and a bar per column for bits per byte, memory and speed."""
     figure = Figure(figsize=(20, 4.5), layout="constrained")
     curve, *panels = figure.subplots(1, 4, width_ratios=(1.3, 1, 1, 1))
     smooth = [statistics.fmean(losses[max(0, step - 19) : step + 1]) for step in range(len(losses))]

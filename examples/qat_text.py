@@ -84,7 +84,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def run(args: argparse.Namespace, seed: int, text: Tensor, batches: list[tuple[Tensor, Tensor]]) -> dict[str, float]:
-    """One comparison."""
+    """Run one comparison."""
     torch.manual_seed(seed)
     model = ByteModel(args.hidden, args.layers).to(args.device, torch.bfloat16)
     optimizer = MasterAdamW(model.parameters(), args.steps, peak_rate=5e-3)

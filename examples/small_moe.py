@@ -27,7 +27,7 @@ BATCH, CONTEXT, VOCABULARY = 16, 128, 512
 
 
 def read(files: Sequence[Path]) -> str:
-    """All files in one text."""
+    """Return all files in one text."""
     return "\n\n".join(path.read_bytes().decode("utf-8", "replace") for path in files)
 
 
@@ -55,7 +55,7 @@ def make_model(layers: int, hidden: int) -> Qwen3MoeForCausalLM:
 
 
 def train(model: Qwen3MoeForCausalLM, ids: Tensor, steps: int, seed: int) -> float:
-    """Steps of AdamW, the rate first up, then down; returns the mean loss of the last ten, in nats per token."""
+    """Take steps of AdamW, the rate first up, then down; return the mean loss of the last ten, in nats per token."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, betas=(0.9, 0.95), weight_decay=0.1)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 3e-3, total_steps=steps, pct_start=0.1)
     generator, losses = torch.Generator().manual_seed(seed), []

@@ -185,7 +185,7 @@ class _Column:
         sys.stdin.read()
 
     def _attach(self) -> nn.Module:
-        """The model of another process, whose memory it is."""
+        """Return the model of another process, whose memory it is."""
         assert self.spec.weights is not None
         model: Any = pickle.loads(Path(self.spec.weights).read_bytes())
         if self.spec.attention != "sdpa":
@@ -303,7 +303,7 @@ class _Column:
             self._judge(_token_errors(*pair))
 
     def _check_logits(self, reference: DecodeStep | None) -> tuple[DecodeStep, list[Tensor]]:
-        """The step and logits of the column, or of what it is compared with if `reference`, its step, is None."""
+        """Return the step and logits of the column, or of what it is compared with if its step `reference` is None."""
         if reference is None:
             model = self._build_reference()
         else:
@@ -439,7 +439,7 @@ class _Column:
         return timing if graph or self.device.type == "cpu" else replace(timing, method="plain calls")
 
     def _profile(self, function: Callable[[], Any], before: Callable[[], None] | None = None) -> list[dict[str, Any]]:
-        """Kernels (operators on a CPU) of one plain call, those that take most time first."""
+        """Return the kernels (operators on a CPU) of one plain call, those that take most time first."""
         from torch.profiler import ProfilerActivity, profile
 
         cuda = self.device.type == "cuda"
@@ -549,7 +549,7 @@ def _quantizer(options: dict[str, Any]) -> Callable[[nn.Module, str], None]:
 
 
 def _experts(model: nn.Module) -> list[str]:
-    """Names of experts modules, 16-bit or quantized."""
+    """Return names of experts modules, 16-bit or quantized."""
     from thunder_moe.integrations.huggingface.experts import NVFP4Experts
 
     blocks = expert_blocks(model)
@@ -564,7 +564,7 @@ def _require_rewritten(forward: Any, layers: int) -> None:
 
 
 def main(argv: Sequence[str]) -> None:
-    """The process: a Spec as JSON, and the file for results."""
+    """Run the process: takes a Spec as JSON, and the file for results."""
     if sys.platform == "linux":  # PR_SET_PDEATHSIG: it ends with the process that started it
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)
     spec = Spec(**json.loads(argv[0]))

@@ -97,7 +97,7 @@ class DecodeStep:
 
     @torch.no_grad()
     def __call__(self, forward: Forward) -> Tensor:
-        """Logits (batch, 1, vocabulary) of a model, eager or compiled."""
+        """Return logits (batch, 1, vocabulary) of a model, eager or compiled."""
         for layer in self.cache.layers:
             if hasattr(layer, "cumulative_length_int"):
                 layer.cumulative_length_int = self.context  # compiled code is made for this number
@@ -133,7 +133,7 @@ def _masks(config: Any, rows: Tensor, ones: Tensor, cache: Any, positions: Tenso
 
 @torch.no_grad()
 def prefill(forward: Forward, ids: Tensor, kept: int = 1) -> Tensor:
-    """Logits (1, kept, vocabulary) of the last tokens of a prompt (1, tokens)."""
+    """Return logits (1, kept, vocabulary) of the last tokens of a prompt (1, tokens)."""
     logits: Tensor = forward(ids, use_cache=False, logits_to_keep=kept).logits
     return logits
 
@@ -156,12 +156,12 @@ def generate_tokens_per_second(model: nn.Module, *, prompt_tokens: int, new_toke
 
 
 def tensor_bytes(module: nn.Module) -> int:
-    """Bytes of a module's parameters and buffers, each once."""
+    """Return the bytes of a module's parameters and buffers, each once."""
     return sum({id(t): t.nbytes for t in [*module.parameters(), *module.buffers()]}.values())
 
 
 def step_bytes(model: nn.Module, experts: Collection[str], step: DecodeStep, *, packed: bool) -> float:
-    """Bytes that a decode step has to read: the experts that have tokens, all other weights, keys and values.
+    """Return the bytes that a decode step reads: the experts that have tokens, all other weights, keys and values.
 
     The experts with tokens are counted for a router that chooses evenly, as routers of random weights nearly do.
 

@@ -177,7 +177,7 @@ class _Column:
         return str(vllm.__version__)
 
     def decode(self, requests: int) -> float:
-        """Seconds of a step of decoding for a number of requests, whose prompts have 64 tokens."""
+        """Return the seconds of a step of decoding for a number of requests, whose prompts have 64 tokens."""
         seconds = []
         for count in (FEW, FEW + self.new):
             prompts = self._random(requests, 64)
@@ -185,7 +185,7 @@ class _Column:
         return (seconds[1] - seconds[0]) / self.new
 
     def prefill(self, tokens: int) -> float:
-        """Seconds of one new token for each of as many prompts as give a number of tokens."""
+        """Return the seconds of one new token for each of as many prompts as give a number of tokens."""
         size = min(tokens, REQUEST)
         prompts = self._random(tokens // size, size)
         return self._seconds(partial(self._run, prompts, 1))
@@ -231,7 +231,7 @@ def _loader(path: Path) -> str:
 
 
 def _dequantized(path: Path) -> Any:
-    """Names and 16-bit tensors of a checkpoint of save_checkpoint."""
+    """Return names and 16-bit tensors of a checkpoint of save_checkpoint."""
     from safetensors import safe_open
 
     from thunder_moe.formats.mxfp8 import MXFP8Weight

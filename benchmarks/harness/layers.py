@@ -52,7 +52,7 @@ class Variant:
 
     @staticmethod
     def compile(layer: Llama4MoE, *, nvfp4: bool, backend: str = "inductor", dynamic: bool | None = None) -> Variant:
-        """The frozen layer under torch.compile; nvfp4 with "inductor" means that quantize_ has swapped its experts."""
+        """Return the frozen layer compiled; nvfp4 with "inductor" means that quantize_ has swapped its experts."""
         layer.requires_grad_(False)
         on_cuda = next(layer.parameters()).is_cuda
         mode = "reduce-overhead" if on_cuda else None
@@ -72,7 +72,7 @@ class Variant:
 
 
 def build(shape: MoEShape, device: torch.device) -> Llama4MoE:
-    """The layer of a shape in bf16; its random weights are the same at each call."""
+    """Return the layer of a shape in bf16; its random weights are the same at each call."""
     torch.manual_seed(0)
     config = Llama4MoEConfig(
         shape.hidden_size, shape.intermediate_size, shape.num_experts, shape.num_shared_experts, shape.top_k
@@ -81,7 +81,7 @@ def build(shape: MoEShape, device: torch.device) -> Llama4MoE:
 
 
 def hidden_states(layer: Llama4MoE, tokens: int, device: torch.device) -> Tensor:
-    """bf16 (1, tokens, H), of tokens whose experts are clear.
+    """Return bf16 (1, tokens, H), of tokens whose experts are clear.
 
     Where the last expert that is chosen and the next one have the same logit in bf16, `topk` and `moe_router` may
     choose differently, and both are right.

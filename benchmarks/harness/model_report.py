@@ -30,7 +30,7 @@ Line = tuple[str, Callable[[Row], str | None]]
 
 
 def merged(paths: Sequence[Path]) -> dict[str, Any]:
-    """One report of several, for example of models that were measured on several GPUs.
+    """Return one report of several, for example of models that were measured on several GPUs.
 
     Args:
         paths: of JSON files of the suite.
@@ -72,7 +72,7 @@ def _add(row: Row, other: Row, path: Path) -> None:
 
 
 def tables(rows: Sequence[Row]) -> Iterator[tuple[str, list[list[str]]]]:
-    """A table for each model and attention: its title, and its lines with a column for each row."""
+    """Return a table for each model and attention: its title, and its lines with a column for each row."""
     groups: dict[tuple[Any, ...], list[Row]] = {}
     for row in sorted(rows, key=lambda row: "layers" not in row):
         key = row["model"], row["attention"], row.get("layers")
@@ -149,7 +149,7 @@ def _missing(row: Row, cell: dict[str, Any]) -> str:
 
 
 def _spread(cell: dict[str, Any]) -> float | None:
-    """The distance of a cell's quartiles as a share of its median."""
+    """Return the distance of a cell's quartiles as a share of its median."""
     if "quartiles" not in cell:
         return None
     median = cell["median"] if "median" in cell else cell["tokens_per_second"]
@@ -210,7 +210,7 @@ def _first_calls(row: Row) -> str | None:
 
 
 def profiles(rows: Iterable[Row]) -> Iterator[str]:
-    """The kernels of decode steps and prefills."""
+    """Return the kernels of decode steps and prefills."""
     for row in rows:
         for kind, of in (("decode", "batch"), ("prefill", "prompt of")):
             for key, cell in row.get(kind, {}).items():

@@ -78,7 +78,7 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def config_of(source: str, layers: int | None = None) -> PretrainedConfig:
-    """The configuration of a name in REAL or CONFIGS, or of a path; no token ends a text.
+    """Return the configuration of a name in REAL or CONFIGS, or of a path; no token ends a text.
 
     Args:
         source: the name, the path of a config.json, or the directory of a checkpoint.
@@ -100,7 +100,7 @@ def config_of(source: str, layers: int | None = None) -> PretrainedConfig:
 
 
 def num_experts(config: PretrainedConfig) -> int:
-    """Experts of a layer, by whichever name the configuration has."""
+    """Return the number of experts of a layer, by whichever name the configuration has."""
     names = ("num_experts", "num_local_experts", "n_routed_experts")
     return int(next(getattr(config, name) for name in names if getattr(config, name, None)))
 
@@ -127,7 +127,7 @@ def build(
     seed: int = 0,
     finish: Callable[[nn.Module, str], None] | None = None,
 ) -> nn.Module:
-    """A frozen bf16 model in eval mode: a checkpoint's weights where `source` has them, else random ones.
+    """Return a frozen bf16 model in eval mode: a checkpoint's weights where `source` has them, else random ones.
 
     Args:
         source: a name in REAL or CONFIGS, the path of a config.json, or the directory of a checkpoint.
@@ -159,7 +159,7 @@ def build(
 
 
 def _layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """The decoder layers with their names."""
+    """Return the decoder layers with their names."""
     name, layers = next((name, part) for name, part in model.named_modules() if isinstance(part, nn.ModuleList))
     return ((f"{name}.{index}", layer) for index, layer in layers.named_children())
 

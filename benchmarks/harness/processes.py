@@ -216,7 +216,7 @@ def _interrupt(number: int, frame: object) -> None:
 
 
 def _groups(specs: Sequence[Spec], *, split: bool) -> Iterator[list[_Task]]:
-    """The processes that run together, in the order in which they are started: loaders, checks, parts of columns.
+    """Yield the processes that run together, in the order of their start: loaders, checks, parts of columns.
 
     Columns of a model are in as few groups as memory allows, since each group takes the time to compile once more.
     """
@@ -241,7 +241,7 @@ def _bytes_of_group(specs: Sequence[Spec]) -> float:
 
 
 def _tasks(specs: Sequence[Spec]) -> list[_Task]:
-    """The processes of columns of one model."""
+    """Return the processes of columns of one model."""
     loaders: dict[str, _Task] = {}
     checks, parts = list[_Task](), list[_Task]()
     for spec in specs:
@@ -258,7 +258,7 @@ def _tasks(specs: Sequence[Spec]) -> list[_Task]:
 
 
 def _parts(spec: Spec) -> Iterator[Spec]:
-    """A part for each graph that is compiled, and one of what is eager."""
+    """Return a part for each graph that is compiled, and one of what is eager."""
     part = replace(spec, part="measure")
     if not COLUMNS[spec.column].compiled:
         yield part
@@ -341,7 +341,7 @@ def _may_start(task: _Task, waiting: Sequence[_Task], running: Sequence[_Task], 
 
 
 def _rows(specs: Sequence[Spec], tasks: Sequence[_Task]) -> Iterator[Row]:
-    """Each column's row: what its loader and its parts found."""
+    """Return each column's row: what its loader and its parts found."""
     for spec in specs:
         own = [task for task in tasks if task.spec.part != "load" and _column_of(task.spec) == _column_of(spec)]
         row: Row = {"model": spec.model, "column": spec.column, "attention": spec.attention}
@@ -370,7 +370,7 @@ def cores() -> int:
 
 @functools.cache
 def _capacity(device: str) -> float:
-    """Bytes that the processes of one moment may need together."""
+    """Return the bytes that the processes of one moment may need together."""
     if device != "cuda":
         known = hasattr(os, "sysconf") and "SC_PHYS_PAGES" in os.sysconf_names
         return float(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")) if known else math.inf
@@ -398,7 +398,7 @@ def _bytes(spec: Spec) -> float:
 
 @functools.cache
 def _model_bytes(source: str, layers: int | None) -> tuple[float, float, float, int]:
-    """Bytes of a model in bf16, of the keys and values of a token, of a token's scores of a token, and its layers."""
+    """Return the bytes of a bf16 model, of a token's keys and values, of a score of attention, and its layers."""
     config: Any = config_of(source, layers)
     heads, head_dim = config.num_key_value_heads, getattr(config, "head_dim", None)
     head_dim = head_dim or config.hidden_size // config.num_attention_heads

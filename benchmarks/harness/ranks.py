@@ -64,7 +64,7 @@ def on_ranks(function: Callable[..., Rows], args: argparse.Namespace, *more: Any
 def _rank(
     rank: int, function: Callable[..., Rows], args: argparse.Namespace, folder: str, more: tuple[Any, ...]
 ) -> None:
-    """One process."""
+    """Run one process."""
     # Multicast is not needed, and some hosts do not survive it.
     os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(args.ranks)}

@@ -50,7 +50,7 @@ RESULTS = pathlib.Path(__file__).resolve().parents[1] / "results"
 
 
 def parser(command: str, description: str, *, shapes: bool = True) -> argparse.ArgumentParser:
-    """The parser of a subcommand, with the arguments that all timed ones have.
+    """Return the parser of a subcommand, with the arguments that all timed ones have.
 
     Args:
         command: the subcommand's name.
@@ -93,7 +93,7 @@ def parser(command: str, description: str, *, shapes: bool = True) -> argparse.A
 
 
 def command_parser(command: str, description: str) -> argparse.ArgumentParser:
-    """An empty parser of a subcommand; see `parser` for the arguments."""
+    """Return an empty parser of a subcommand; see `parser` for the arguments."""
     summary, _, rest = description.partition("\n")
     _, _, body = rest.partition("\n\n")
     return argparse.ArgumentParser(
@@ -104,7 +104,7 @@ def command_parser(command: str, description: str) -> argparse.ArgumentParser:
 
 
 def comma_list(convert: Callable[[str], Any]) -> Callable[[str], list[Any]]:
-    """An argparse type: ``a,b,c`` with each part converted."""
+    """Return an argparse type: ``a,b,c`` with each part converted."""
 
     def parse(text: str) -> list[Any]:
         return [convert(part.strip()) for part in text.split(",")]
@@ -113,7 +113,7 @@ def comma_list(convert: Callable[[str], Any]) -> Callable[[str], list[Any]]:
 
 
 def one_of(names: Iterable[str]) -> Callable[[str], str]:
-    """An argparse type: one of some names."""
+    """Return an argparse type: one of some names."""
     known = tuple(names)
 
     def parse(text: str) -> str:
@@ -125,14 +125,14 @@ def one_of(names: Iterable[str]) -> Callable[[str], str]:
 
 
 def positive(text: str) -> int:
-    """An argparse type: an integer of at least 1."""
+    """Parse an argparse argument: an integer of at least 1."""
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"got {text!r}, wanted an integer of at least 1")
     return int(text)
 
 
 def writable_folder(text: str) -> pathlib.Path:
-    """An argparse type: a folder that files can be written to; it may have to be made."""
+    """Parse an argparse argument: a folder that files can be written to; it may have to be made."""
     path = pathlib.Path(text)
     there = next(folder for folder in (path, *path.absolute().parents) if folder.exists())
     if not there.is_dir():
@@ -143,7 +143,7 @@ def writable_folder(text: str) -> pathlib.Path:
 
 
 def writable_file(text: str) -> pathlib.Path:
-    """An argparse type: a file that can be written, or made in a folder that is there."""
+    """Parse an argparse argument: a file that can be written, or made in a folder that is there."""
     path = pathlib.Path(text)
     if path.is_dir() or not path.absolute().parent.is_dir():
         raise argparse.ArgumentTypeError(f"got {text!r}, wanted a file in a folder that is there")
@@ -210,21 +210,21 @@ def table(rows: Sequence[dict[str, Any]], keys: Sequence[str], baseline: str, *,
 
 
 def _columns(rows: Sequence[dict[str, Any]], key: str, header: str, text: Callable[[Any], str]) -> list[list[str]]:
-    """A column for each candidate in row[key], "-" where a row lacks it."""
+    """Return a column for each candidate in row[key], "-" where a row lacks it."""
     names = dict.fromkeys(name for row in rows for name in row.get(key, ()))
     found = {name: [row.get(key, {}).get(name) for row in rows] for name in names}
     return [[header.format(name), *("-" if v is None else text(v) for v in values)] for name, values in found.items()]
 
 
 def aligned(cells: Sequence[Sequence[str]]) -> str:
-    """Lines of right-aligned columns, the first line underlined."""
+    """Return lines of right-aligned columns, the first line underlined."""
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in cells]
     return "\n".join([lines[0], "  ".join("-" * width for width in widths), *lines[1:]])
 
 
 def markdown(cells: Sequence[Sequence[str]]) -> str:
-    """A table of Markdown, aligned; the first line is the header."""
+    """Return a table of Markdown, aligned; the first line is the header."""
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     lines = [f"| {' | '.join(cell.ljust(width) for cell, width in zip(row, widths, strict=True))} |" for row in cells]
     return "\n".join([lines[0], "|" + "|".join("-" * (width + 2) for width in widths) + "|", *lines[1:]])
@@ -242,7 +242,7 @@ def _number(value: float) -> str:
 
 
 def timed(timings: dict[str, Timing], baseline: str) -> dict[str, Any]:
-    """A row's "seconds" and "times_faster", from the result of `timing.measure`."""
+    """Return a row's "seconds" and "times_faster", from the result of `timing.measure`."""
     ratios = {name: timings[baseline].median / timing.median for name, timing in timings.items() if name != baseline}
     return {"seconds": {name: asdict(timing) for name, timing in timings.items()}, "times_faster": ratios}
 

@@ -93,14 +93,14 @@ def summary(rows: Sequence[dict[str, Any]], x: str) -> list[dict[str, Any]]:
 
 
 def missing(peers: Sequence[dict[str, Any]]) -> list[str]:
-    """A line on each peer that some rows lack: its means are over fewer rows than the others'."""
+    """Return a line on each peer that some rows lack: its means are over fewer rows than the others'."""
     names = dict.fromkeys(name for row in peers for name in row["floor_share"])
     counts = {name: sum(name not in row["floor_share"] for row in peers) for name in names}
     return [f"peers: {name} is missing in {count} of {len(peers)} rows" for name, count in counts.items() if count]
 
 
 def panels(rows: Sequence[dict[str, Any]], x: str, peers: Sequence[dict[str, Any]] = ()) -> dict[str, Points]:
-    """The panels for `report.plot_lines`, in percent of the floor: each shape, all shapes, and the peers (by "tokens").
+    """Return panels for `report.plot_lines`, in percent of the floor: each shape, all shapes, and the peers ("tokens").
 
     Each line is a candidate's geometric mean over the rows of its panel.
     """
@@ -119,7 +119,7 @@ def plot_shares(path: pathlib.Path, lines: dict[str, Points], x: str, title: str
 
 
 def read_peers(text: str) -> list[dict[str, Any]]:
-    """An argparse type: the rows of a JSON file with other kernels' times, as `summary` and `panels` take them.
+    """Read an argparse argument: rows of a JSON file with other kernels' times, as `summary` and `panels` take them.
 
     The file is a list of {"shape", "gemm", "tokens", "floor", and any of PEERS}, times in microseconds.
     """

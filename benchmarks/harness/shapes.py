@@ -35,7 +35,7 @@ class MoEShape:
     num_shared_experts: int = 0
 
     def gemm(self, which: str) -> tuple[int, int, int]:
-        """(E, N, K) of the expert GEMM "gate_up" or "down"."""
+        """Return (E, N, K) of the expert GEMM "gate_up" or "down"."""
         if which == "down":
             return self.num_experts, self.hidden_size, self.intermediate_size
         return self.num_experts, 2 * self.intermediate_size, self.hidden_size
@@ -85,7 +85,7 @@ class Load:
 
     @staticmethod
     def routed(tokens: int, shape: MoEShape, device: torch.device, seed: int = 0) -> Load:
-        """Tokens that a random router sends to their top_k experts."""
+        """Return tokens that a random router sends to their top_k experts."""
         logits = torch.randn(tokens, shape.num_experts, generator=torch.Generator().manual_seed(seed))
         counts = logits.topk(shape.top_k).indices.flatten().bincount(minlength=shape.num_experts)
         offsets = counts.cumsum(0).int().to(device)
@@ -93,7 +93,7 @@ class Load:
 
 
 def parse_shape(name: str) -> MoEShape:
-    """The shape of a name.
+    """Return the shape of a name.
 
     Raises:
         ValueError: the name is unknown; the message lists the known ones.

@@ -160,7 +160,7 @@ def _seconds_in_a_row(function: Callable[[], Any], device: torch.device, calls: 
 def _run_rounds(
     clocks: Mapping[str, Callable[[], float]], rounds: int, min_rounds: int, budget: float
 ) -> dict[str, list[float]]:
-    """Seconds of every timed call. Each clock runs its candidate once; the budget is wall time, flushes included."""
+    """Return the seconds of each call. A clock runs its candidate once; the budget is wall time, flushes included."""
     seconds: dict[str, list[float]] = {name: [] for name in clocks}
     spent = dict.fromkeys(clocks, 0.0)
     order = random.Random(0)
@@ -209,7 +209,7 @@ def _warm_up(
 def _clock(
     function: Callable[[], Any], device: torch.device, own_graph: bool, before: Callable[[], None] = _nothing
 ) -> tuple[Callable[[], float], str]:
-    """A function that runs a candidate once and returns the seconds, and the name of the method."""
+    """Return a function that runs a candidate once and returns the seconds, and the name of the method."""
     if device.type != "cuda":
         return functools.partial(_cpu_seconds, function, before), "perf_counter"
     if own_graph:
@@ -286,7 +286,7 @@ def environment(device: torch.device | str = "cpu") -> dict[str, Any]:
 
 
 def machine_name(device: torch.device) -> str:
-    """The machine in the name of a report: "cuda", or of a CPU who made it and what multiplies bf16 there.
+    """Return the machine in the name of a report: "cuda", or of a CPU who made it and what multiplies bf16 there.
 
     As "cpu_intel_amx", "cpu_intel_avx512_bf16", "cpu_amd_avx512_bf16": reports of one kind say nothing about another.
     """
@@ -298,7 +298,7 @@ def machine_name(device: torch.device) -> str:
 
 
 def describe(device: torch.device) -> str:
-    """The machine and the version of torch, in a line."""
+    """Return the machine and the version of torch, in a line."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{_cpu_model()} with {_cpu_kind()}"
     threads = "" if device.type == "cuda" else f", {torch.get_num_threads()} threads"
     return f"{name}{threads}, torch {torch.__version__}"
@@ -317,7 +317,7 @@ def _cpu_kind() -> str:
 
 @functools.cache
 def _cpuinfo(key: str) -> str:
-    """The first value of a key that Linux tells; empty where there is none."""
+    """Return the first value of a key that Linux tells; empty where there is none."""
     cpuinfo = pathlib.Path("/proc/cpuinfo")
     lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
     return next((line.split(":", 1)[1].strip() for line in lines if line.split(":")[0].strip() == key), "")
@@ -331,7 +331,7 @@ def _version(package: str) -> str | None:
 
 
 def _commit() -> str | None:
-    """The commit of this checkout, followed by "+changes" when files differ; None outside of git."""
+    """Return the commit of this checkout, followed by "+changes" when files differ; None outside of git."""
     root = pathlib.Path(__file__).resolve().parent
     try:
         commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=root, capture_output=True, text=True, check=True)

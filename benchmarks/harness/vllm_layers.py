@@ -51,7 +51,7 @@ _DENSE = {
 
 @contextlib.contextmanager
 def one_process(device: torch.device) -> Iterator[None]:
-    """vLLM's groups of processes, with this one in each, and its workspace."""
+    """Provide vLLM's groups of processes, with this one in each, and its workspace."""
     with tempfile.TemporaryDirectory() as folder:
         with set_current_vllm_config(VllmConfig()):
             init_distributed_environment(1, 0, f"file://{folder}/store", backend="gloo")
@@ -115,17 +115,17 @@ class VLLMLayer:
 
     @property
     def kernel(self) -> str:
-        """The class that runs the experts."""
+        """Return the class that runs the experts."""
         return type(self.method.moe_kernel.fused_experts).__name__
 
     def __call__(self, hidden_states: Tensor, router_logits: Tensor) -> Tensor:
-        """(T, H) and (T, experts of all ranks) -> (T, H), the sum over this rank's experts."""
+        """Map (T, H) and (T, experts of all ranks) -> (T, H), the sum over this rank's experts."""
         with set_forward_context(None, self.config, num_tokens=hidden_states.shape[0]):
             out: Tensor = self.runner(hidden_states, router_logits)
         return out
 
     def chosen(self, hidden_states: Tensor, router_logits: Tensor) -> tuple[Tensor, Tensor]:
-        """The router's weights (T, A) and experts of all ranks (T, A)."""
+        """Return the router's weights (T, A) and experts of all ranks (T, A)."""
         with set_forward_context(None, self.config, num_tokens=hidden_states.shape[0]):
             weights, ids = self.runner.router.select_experts(
                 hidden_states=hidden_states, router_logits=router_logits,
@@ -165,12 +165,12 @@ class VLLMLinear:
 
     @property
     def kernel(self) -> str:
-        """The class that runs it."""
+        """Return the class that runs it."""
         method = self.layer.quant_method
         return type(method if method.kernel is None else method.kernel).__name__
 
     def __call__(self, x: Tensor) -> Tensor:
-        """(M, K) -> (M, N)"""
+        """Map (M, K) -> (M, N)."""
         with set_current_vllm_config(self.config):
             out: Tensor = self.layer(x)
         return out
@@ -230,7 +230,7 @@ class VLLMLoRALayer(VLLMLayer):
 
 
 def _quant_config(format: BlockFormat, ours: bool) -> Any:
-    """The configuration of a ModelOpt checkpoint in a number format, the plugin's or vLLM's."""
+    """Return the configuration of a ModelOpt checkpoint in a number format, the plugin's or vLLM's."""
     if format is NVFP4:
         kind = ThunderModelOptNvFp4Config if ours else ModelOptNvFp4Config
         return kind("W4A16_NVFP4", is_checkpoint_nvfp4_serialized=True)
@@ -247,7 +247,7 @@ def _fill(experts: Any, gate_up: PackedWeight, down: PackedWeight) -> None:
 
 
 def _copy(into: Tensor, tensor: Tensor) -> None:
-    """A field of a weight, into a parameter of vLLM's."""
+    """Copy a field of a weight into a parameter of vLLM."""
     if tensor.itemsize == 1:  # vLLM has E8M0 as bytes
         into.view(torch.uint8).copy_(tensor.view(torch.uint8).view(into.shape))
     else:
@@ -259,7 +259,7 @@ def _in_bf16(weight: PackedWeight) -> Tensor:
 
 
 def _expert(weight: PackedWeight, expert: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    """(N, K)"""
+    """Return the weight (N, K) of an expert."""
     out = torch.empty(weight.shape[1:], dtype=dtype, device=weight.device)
     dequantize_expert(weight, expert, out)
     return out
@@ -269,7 +269,7 @@ def oracle(
     hidden_states: Tensor, weights: Tensor, ids: Tensor, gate_up: PackedWeight, down: PackedWeight, on_input: bool,
     adapters: Sequence[Adapter] = (), slots: Sequence[int] | None = None,
 ) -> Tensor:  # fmt: skip
-    """fp32, an expert and an adapter at a time: (T, H), (T, A), (T, A) of this rank's E experts or others -> (T, H).
+    """Compute in fp32, by expert and adapter: (T, H), (T, A), (T, A) of this rank's E experts or others -> (T, H).
 
     Args:
         hidden_states: (T, H).

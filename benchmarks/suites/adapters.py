@@ -128,7 +128,7 @@ def _adapters(layer: ServedLayer, count: int, rank: int, device: torch.device) -
 
 
 def _slots(tokens: int, batch: str, adapters: int) -> list[int]:
-    """The adapter of each token, -1 for none."""
+    """Return the adapter of each token, -1 for none."""
     if batch == "mixed":
         return [(7 * token) % (adapters + 1) - 1 for token in range(tokens)]
     return [0 if batch == "one" else -1] * tokens

@@ -95,7 +95,7 @@ def _arguments(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def _variants(layer: Llama4MoE, quantized: Llama4MoE) -> dict[str, Variant]:
-    """The columns, not compiled yet; they share their weights."""
+    """Return the columns, not compiled yet; they share their weights."""
     torch.compiler.reset()  # or the graphs of all rows add up to torch's recompile limit
     variants = (
         Variant.eager(layer, nvfp4=False),
@@ -138,7 +138,7 @@ def _finish(call: Callable[[], Any], device: torch.device) -> None:
 
 
 def _kernels(call: Callable[[], Any], device: torch.device) -> tuple[float, float]:
-    """(seconds in kernels, number of kernels) of one call, means over a few."""
+    """Return (seconds in kernels, number of kernels) of one call, means over a few."""
     on_cuda = device.type == "cuda"
     activity = ProfilerActivity.CUDA if on_cuda else ProfilerActivity.CPU
     for _ in range(2):  # the first run pays for starting the profiler

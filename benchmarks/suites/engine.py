@@ -231,7 +231,7 @@ def _check(
 
 
 def _agreement(one: list[list[int]], other: list[list[int]]) -> float:
-    """The share of tokens before the first difference of each request."""
+    """Return the share of tokens before the first difference of each request."""
     equal = 0
     for a, b in zip(one, other, strict=True):
         different = [at for at, (x, y) in enumerate(zip(a, b, strict=True)) if x != y]

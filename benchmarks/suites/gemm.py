@@ -139,8 +139,8 @@ def _arguments(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def _backends(device: torch.device, wanted: list[str] | None, format: str) -> tuple[dict[str, Any], list[str]]:
-    """name -> kernel module of the backends that run on a device with weights in a format, and a line on each other one
-    that was asked for."""
+    """Return name -> kernel module of the backends that run on a device with weights in a format, and a line on each
+    other one that was asked for."""
     modules, notes = {}, []
     for name in wanted or [name for name, devices in BACKENDS.items() if devices is None or device.type in devices]:
         try:
@@ -151,12 +151,12 @@ def _backends(device: torch.device, wanted: list[str] | None, format: str) -> tu
 
 
 def _layout(backend: str, weight: PackedWeight) -> str:
-    """The layout that a backend is timed with: on a GPU the one that `quantize_` chooses."""
+    """Return the layout that a backend is timed with: on a GPU the one that `quantize_` chooses."""
     return preferred_layout(weight.device, *weight.shape[1:], weight.format) if backend == "cuda" else "linear"
 
 
 def _weights(shape: MoEShape, which: str, device: torch.device, format: str) -> tuple[Tensor, PackedWeight]:
-    """bf16 (E, N, K) and its form in a number format."""
+    """Return bf16 (E, N, K) and its form in a number format."""
     generator = torch.Generator(device).manual_seed(0)
     experts, n, k = shape.gemm(which)
     weight = torch.randn(experts, n, k, dtype=torch.bfloat16, device=device, generator=generator).mul_(k**-0.5)
@@ -193,7 +193,7 @@ def _run(
 
 
 def _floor(limits: Limits, shape: MoEShape, row: dict[str, Any]) -> dict[str, Any]:
-    """The least time of a row's GEMM, and each candidate's share of it."""
+    """Return the least time of a row's GEMM, and each candidate's share of it."""
     _, n, k = shape.gemm(row["gemm"])
     outputs = n // 2 if row["gemm"] == "gate_up_swiglu" else n
     floor = limits.floor_seconds(experts=row["active_experts"], n=n, k=k, rows=row["rows"], outputs=outputs)
@@ -212,7 +212,7 @@ def _swiglu(gate_up: Tensor) -> Tensor:
 
 
 def _oracle(which: str, x: Tensor, packed: PackedWeight, offsets: Tensor) -> Tensor:
-    """fp32, one expert at a time."""
+    """Compute the product in fp32, one expert at a time."""
     out, matrix = (
         torch.zeros(x.shape[0], packed.shape[1], device=x.device),
         torch.empty(packed.shape[1:], device=x.device),

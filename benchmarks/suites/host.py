@@ -126,12 +126,12 @@ def _operators(shape: MoEShape, tokens: int, device: torch.device) -> dict[str, 
 
 
 def _packed(weight: NVFP4Weight) -> tuple[tuple[Tensor, ...], dict[str, Any]]:
-    """The weight's arguments of an operator: positional and by keyword."""
+    """Return the weight's arguments of an operator: positional and by keyword."""
     return operands(weight), dict(layout=weight.layout)
 
 
 def _block(shape: MoEShape, device: torch.device, implementation: str = "grouped_mm") -> nn.Module:
-    """A Qwen3-MoE block of transformers with random bf16 weights, and one of its implementations of experts."""
+    """Return a Qwen3-MoE block of transformers with random bf16 weights, and one of its implementations of experts."""
     from transformers import Qwen3MoeConfig
     from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
 
@@ -166,7 +166,7 @@ def _layers(
 
 
 def _host_times(calls: dict[str, Callable[[], Any]], device: torch.device, rounds: int) -> dict[str, dict[str, float]]:
-    """Microseconds of the host for one call, the median and the least of rounds, the calls in turn."""
+    """Return the microseconds of the host for one call, the median and the least of rounds, the calls in turn."""
 
     def finish() -> None:
         if device.type == "cuda":

@@ -141,7 +141,7 @@ def _arguments(argv: Sequence[str]) -> argparse.Namespace:
 def _variants(
     shape: MoEShape, columns: Sequence[str], device: torch.device
 ) -> tuple[dict[str, Variant], Variant, dict[str, int]]:
-    """The columns, the eager layer with dequantized weights (NVFP4's reference), and the bytes of the experts."""
+    """Return the columns, the eager layer of dequantized weights (NVFP4's reference), and the experts' bytes."""
     torch.compiler.reset()  # or the graphs of all shapes add up to torch's recompile limit
     layer = build(shape, device)
     quantized = quantize_(copy.deepcopy(layer))

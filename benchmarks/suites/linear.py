@@ -165,13 +165,13 @@ def _arguments(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def _copies(*tensors: Tensor) -> list[tuple[Tensor, ...]]:
-    """The tensors and copies of them, together more than a cache holds."""
+    """Return the tensors and copies of them, together more than a cache holds."""
     count = COLD_BYTES // sum(tensor.nbytes for tensor in tensors) + 1
     return [tensors, *(tuple(tensor.clone() for tensor in tensors) for _ in range(count - 1))]
 
 
 def _vllm_layers(packed: PackedWeight, more: dict[str, Any]) -> dict[str, list[Callable[[Tensor], Any]]]:
-    """Layers of vLLM with the weight and copies of it by column; `more` gets vLLM's version and the kernels' names."""
+    """Return vLLM's layers of a weight and copies by column; `more` gets vLLM's version and the kernels' names."""
     from benchmarks.harness.vllm_layers import VERSION, VLLMLinear
 
     linear, copies = packed.to_layout("linear"), COLD_BYTES // packed.nbytes + 1
@@ -188,7 +188,7 @@ _CHECKED = slice(0, 1024)  # features: a head in float32 is large
 
 
 def _exact(packed: PackedWeight) -> Tensor:
-    """The first rows of the weight in float32."""
+    """Return the first rows of the weight in float32."""
     rows = packed.to_layout("linear").rows(_CHECKED)
     out = torch.empty(rows.shape[1:], device=rows.device)
     dequantize_expert(rows, 0, out)
@@ -202,7 +202,7 @@ def _check(out: Tensor, expected: Tensor, what: object) -> None:
 
 
 def _interleaved(calls: dict[str, list[Call]], args: argparse.Namespace) -> dict[str, Timing]:
-    """Seconds of a call in a row of calls, candidates in turn."""
+    """Return the seconds of a call in a row of calls, candidates in turn."""
     clocks = {name: _clock(each, args.device) for name, each in calls.items()}
     seconds: dict[str, list[float]] = {name: [] for name in clocks}
     start = time.perf_counter()
@@ -217,7 +217,7 @@ def _interleaved(calls: dict[str, list[Call]], args: argparse.Namespace) -> dict
 
 
 def _clock(calls: list[Call], device: torch.device) -> Callable[[], float]:
-    """A function that runs the calls in a row and returns the seconds of one."""
+    """Return a function that runs the calls in a row and returns the seconds of one."""
     calls = calls * (-(-4 // len(calls)))
     for call in calls[:2]:
         call()

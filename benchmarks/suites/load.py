@@ -83,7 +83,7 @@ def _arguments(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def _measured(way: str, directory: str, device: torch.device) -> dict[str, Any]:
-    """A load in a process of its own."""
+    """Measure a load in a process of its own."""
     code = f"from benchmarks.suites.load import worker; worker({way!r}, {directory!r}, {device.type!r})"
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
     run = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
@@ -146,7 +146,7 @@ class Peak:
 
 
 def _anonymous() -> int:
-    """Bytes of this process' own memory, without mapped files."""
+    """Return the bytes of this process' own memory, without mapped files."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon:"))
 

@@ -191,7 +191,7 @@ def _model(text: str) -> str:
 
 
 def _layers(text: str) -> tuple[str, int | None]:
-    """A model, and its number of layers if MODEL:LAYERS says one."""
+    """Return a model, and its number of layers if MODEL:LAYERS says one."""
     source, _, layers = text.rpartition(":")
     return (source, int(layers)) if source and layers.isdecimal() else (text, None)
 
@@ -202,7 +202,7 @@ def _name(source: str) -> str:
 
 
 def _specs(args: argparse.Namespace) -> Iterator[Spec]:
-    """Each column of each model."""
+    """Return each column of each model."""
     device = args.device.type
     for text in args.models:
         model, layers = _layers(text)

@@ -103,7 +103,7 @@ def _sharing_a_scale(layer: Llama4MoE) -> Llama4MoE:
 
 
 def _check(name: str, compiled: torch.nn.Module, exact: torch.nn.Module, x: torch.Tensor) -> float:
-    """The relative error of a compiled layer against the eager one with the same arithmetic."""
+    """Return the relative error of a compiled layer against the eager one with the same arithmetic."""
     w4a4 = name == WITH_NVFUSER and _w4a4()
     with use_backend("w4a4") if w4a4 else contextlib.nullcontext():
         error = relative_error(compiled(x), exact(x))
@@ -114,7 +114,7 @@ def _check(name: str, compiled: torch.nn.Module, exact: torch.nn.Module, x: torc
 
 
 def _annotated_trace(shape: MoEShape, compiled: torch.nn.Module) -> str:
-    """The last trace of a compiled layer, with its rewrite report as a comment on top."""
+    """Return the last trace of a compiled layer, with its rewrite report as a comment on top."""
     device = f"{torch.cuda.get_device_name()}, torch {torch.__version__}, nvFuser {nvfuserex.version}"
     head = [f"{shape.name}, {device}", *str(rewrite_report(compiled)).splitlines()]
     return "".join(f"# {line}\n" for line in head) + f"\n{thunder.last_traces(compiled)[-1]}\n"

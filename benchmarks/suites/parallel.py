@@ -79,7 +79,7 @@ def main(argv: Sequence[str]) -> list[dict[str, Any]]:
 
 
 def _rows(args: argparse.Namespace, device: torch.device) -> list[dict[str, Any]]:
-    """The rows of all shapes; in each process."""
+    """Return the rows of all shapes; runs in each process."""
     mesh, rows = init_device_mesh(device.type, (args.ranks,)), []
     for shape in args.shapes:
         layers = _Layers(shape, mesh, device)
@@ -220,7 +220,7 @@ class _Clock:
 
 
 def _largest(value: float, device: torch.device) -> float:
-    """The largest of all ranks' values."""
+    """Return the largest of all ranks' values."""
     tensor = torch.tensor(value, device=device, dtype=torch.float64)
     dist.all_reduce(tensor, dist.ReduceOp.MAX)
     return float(tensor)
@@ -254,7 +254,7 @@ def _plot(path: pathlib.Path, rows: Sequence[dict[str, Any]], ranks: int) -> pat
 
 
 def _plot_load(path: pathlib.Path, rows: Sequence[dict[str, Any]], ranks: int) -> pathlib.Path:
-    """The rows of each expert with the most tokens of each shape, coloured by rank."""
+    """Plot the rows of each expert with the most tokens of each shape, coloured by rank."""
     last = {row["shape"]: row for row in rows}
     figure, axes = plt.subplots(1, len(last), figsize=(4.6 * len(last), 3.2), squeeze=False, layout="constrained")
     for axis, row in zip(axes.flat, last.values(), strict=True):

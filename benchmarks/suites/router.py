@@ -173,7 +173,7 @@ def _check(name: str, own: Chosen, ours: Chosen) -> None:
 
 
 def _layers(device: torch.device) -> dict[str, nn.Module]:
-    """A quantized block of Qwen3-30B-A3B with random weights: with its own router, and as quantize_ leaves it."""
+    """Return a quantized block of Qwen3-30B-A3B (random weights): with its own router, and as quantize_ leaves it."""
     from transformers import Qwen3MoeConfig
     from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
 

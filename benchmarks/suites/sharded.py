@@ -76,7 +76,7 @@ def main(argv: Sequence[str]) -> list[dict[str, Any]]:
 
 
 def _rows(args: argparse.Namespace, device: torch.device, checkpoint: str) -> list[dict[str, Any]]:
-    """The rows of all ways; in each process."""
+    """Return the rows of all ways; runs in each process."""
     dist.barrier()
     from transformers.distributed.configuration_utils import DistributedConfig
     from transformers.utils import logging

@@ -141,7 +141,7 @@ def routed(experts: int, rows: int, routing: str, device: torch.device, seed: in
 
 
 def _copy_bandwidth(device: torch.device) -> float:
-    """Bytes read and written per second by a kernel that negates 1 GiB (in a CUDA graph a copy is slower: 2.7 TB/s)."""
+    """Return the bytes per second, read and written, of a kernel that negates 1 GiB (a copy in a graph: 2.7 TB/s)."""
     source = torch.zeros(2**28 if device.type == "cuda" else 2**24, device=device)
     target = torch.empty_like(source)
     timing = measure({"copy": lambda: torch.neg(source, out=target)}, device=device, budget=0.5)["copy"]
@@ -162,7 +162,7 @@ Cell = tuple[str, int, str, Calls, dict[str, Any]]  # of, bytes moved or 0, base
 
 
 def _gemms(shape: MoEShape, rows: int, offsets: Tensor) -> Iterator[tuple[str, Tensor, Tensor, int, int]]:
-    """(name, x (M, K), grad (M, N), N, K) of gate_up and down."""
+    """Return (name, x (M, K), grad (M, N), N, K) of gate_up and down."""
     for which in ("gate_up", "down"):
         _, n, k = shape.gemm(which)
         yield which, _random(rows, k, device=offsets.device), _random(rows, n, device=offsets.device), n, k

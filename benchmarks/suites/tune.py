@@ -94,7 +94,7 @@ def _fastest(
     capability: tuple[int, int],
     args: argparse.Namespace,
 ) -> tuple[Point, GemmConfig, float]:
-    """The point of the loads, the fastest configuration there, and its seconds."""
+    """Return the point of the loads, the fastest configuration there, and its seconds."""
     experts, n, k = weight.shape
     rows = loads[0].rows
     live = min(rows, experts)

@@ -157,13 +157,13 @@ _cudnn_groups_heads_of: Callable[..., bool] = _constant(cudnn_groups_heads_of)
 
 
 def _heads_as_rows(query: Tensor, groups: int) -> Tensor:
-    """(B, Hq, Q, D) -> (B, Hkv, G * Q, D)"""
+    """Convert (B, Hq, Q, D) -> (B, Hkv, G * Q, D)"""
     batch, heads, queries, width = query.shape
     return query.reshape(batch, heads // groups, groups * queries, width)
 
 
 def _mask_of_rows(mask: Tensor, groups: int, queries: int) -> Tensor:
-    """(B or 1, 1 or Hq, Q or 1, L) -> (B or 1, 1 or Hkv, G * Q or 1, L)"""
+    """Convert (B or 1, 1 or Hq, Q or 1, L) -> (B or 1, 1 or Hkv, G * Q or 1, L)"""
     batch, heads, rows, keys = mask.shape
     if heads == 1:
         if rows == 1:

@@ -145,7 +145,7 @@ def thunder_moe_experts(self: nn.Module, hidden_states: Tensor, top_k_index: Ten
 
 
 def _form_now(module: nn.Module) -> ExpertsForm:
-    """The form of a module, determined once and again when its activation or gate was replaced."""
+    """Return the form of a module, determined once and again when its activation or gate was replaced."""
     state = type(module), vars(module).get("_apply_gate"), *(getattr(module, name, None) for name in SHAPES_THE_FORM)
     known, form = _FORMS.get(module, (None, None))
     if form is None or known != state:
@@ -155,7 +155,7 @@ def _form_now(module: nn.Module) -> ExpertsForm:
 
 
 def _run_16_bit(module: Any, hidden: Tensor, ids: Tensor, slot_weight: Tensor) -> Tensor:
-    """transformers' grouped_mm, written in operations that both compilers trace (Thunder lacks histc, for one)."""
+    """Run transformers' grouped_mm, written in operations that both compilers trace (Thunder lacks histc, for one)."""
     first = module.gate_up_proj if module.has_gate else module.up_proj
     experts, top_k = first.shape[0], ids.shape[1]
     ids = ids.reshape(-1)  # [M]

@@ -39,7 +39,7 @@ class RoutedLlama4Router(OtherForward, Llama4Router):
     row_orders: RowOrders
 
     def choose(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """(T, H) -> scores (T, A) of the chosen experts, logits (T, E), ids int64 (T, A)."""
+        """Map (T, H) -> scores (T, A) of the chosen experts, logits (T, E), ids int64 (T, A)."""
         options: dict[str, Any] = dict(top_k=self.top_k, score="sigmoid", normalize=False)
         if is_one_operator(hidden_states, self.weight):
             scores, ids, row_slot, offsets, slot_row, logits = torch.ops.thunder_moe.moe_linear_router(
@@ -58,7 +58,7 @@ class RoutedLlama4TextMoe(OtherForward, Llama4TextMoe):
     own_class = Llama4TextMoe
 
     def forward(self, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
-        """(B, S, H) or (T, H) -> (T, H), and the router's logits (T, E)."""
+        """Map (B, S, H) or (T, H) -> (T, H), and the router's logits (T, E)."""
         hidden_states = hidden_states.reshape(-1, self.hidden_dim)
         router: nn.Module = self.router
         if calls_only_its_class(router, RoutedLlama4Router):

@@ -68,7 +68,7 @@ class FusedNorm(OtherForward):
     norm_call: NormCall
 
     def forward(self, hidden_states: Tensor, *args: Any, **options: Any) -> Any:
-        """(..., H) -> (..., H)."""
+        """Map (..., H) -> (..., H)."""
         if is_plain_eager(hidden_states) and _is_served(hidden_states) and not (args or options):
             call: Any = self.norm_call
             if call.holds(self, hidden_states):

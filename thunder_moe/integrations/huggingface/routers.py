@@ -141,7 +141,7 @@ class RouterCall:
         return True
 
     def logits(self, router: Any, hidden_TH: Tensor) -> Tensor:
-        """(T, H) -> (T, E)."""
+        """Map (T, H) -> (T, E)."""
         weight, bias = _linear_of(router)
         if self.kind.wide:
             if bias is None and _takes_16_bits(hidden_TH, weight):
@@ -191,7 +191,7 @@ class FusedRouter(OtherForward):
     row_orders: RowOrders
 
     def forward(self, hidden_states: Tensor, *args: Any, **options: Any) -> Any:
-        """(..., H) -> logits (T, E), scores (T, A), ids int64 (T, A)."""
+        """Map (..., H) -> logits (T, E), scores (T, A), ids int64 (T, A)."""
         call, kind = self.router_call, self.router_call.kind
         if options or not call.holds(self, hidden_states, len(args)):
             return super().forward(hidden_states, *args, **options)
