@@ -149,7 +149,7 @@ def test_pickle_and_set_weight():
     new = quantize(torch.randn(4, 64, 64))
     again.linear.set_weight(new)
     assert torch.equal(again.linear.packed_weight.qdata.view(torch.uint8), new.qdata.view(torch.uint8))
-    with pytest.raises(ValueError, match="weight: got one in nvfp4, wanted mxfp8, that of the module"):
+    with pytest.raises(ValueError, match="weight: got one in nvfp4, wanted mxfp8, the module's format"):
         again.linear.set_weight(nvfp4.quantize(torch.randn(4, 64, 64)))
 
 

@@ -330,7 +330,7 @@ def test_header_of_a_wrong_size(tmp_path):
     header["lm_head.weight"]["shape"] = [16, 31]
     text = json.dumps(header).encode()
     (copy / "model.safetensors").write_bytes(len(text).to_bytes(8, "little") + text + content[8 + length :])
-    with pytest.raises(ValueError, match=r"model.safetensors: tensor 'lm_head.weight' has 1024 bytes, wanted those of"):
+    with pytest.raises(ValueError, match=r"model.safetensors: tensor 'lm_head.weight' has 1024 bytes, wanted the"):
         Checkpoint(copy)
 
 

@@ -281,7 +281,7 @@ def test_refuses():
         combine(rows, *down, offsets, slot_row.flatten())
     with pytest.raises(ValueError, match="slot_weight: .*a floating-point dtype"):
         combine(rows, *down, offsets, slot_row, ids)
-    with pytest.raises(ValueError, match="expert_weights: .*that of expert_ids"):
+    with pytest.raises(ValueError, match="expert_weights: .*as expert_ids has"):
         experts_op(hidden, ids, scores[:1], *weights)
 
 
@@ -302,7 +302,7 @@ def test_experts_refuse_operands_that_do_not_fit():
         (dict(expert_ids=ids[:-1], expert_weights=scores[:-1]), r"expert_ids: .*wanted shape \(7, top_k\)"),
         (dict(expert_ids=ids.to(torch.uint8)), "expert_ids: .*wanted dtype int32 or int64"),
         (dict(expert_ids=ids.bool()), "expert_ids: .*wanted dtype int32 or int64"),
-        (dict(expert_weights=scores[:1]), r"expert_weights: .*wanted shape \(7, 2\), that of expert_ids"),
+        (dict(expert_weights=scores[:1]), r"expert_weights: .*wanted shape \(7, 2\), as expert_ids has"),
         (dict(expert_weights=scores.long()), "expert_weights: .*wanted a floating-point dtype"),
         (dict(down=gate_up), r"down: got shape \(5, 64, 48\), wanted \(5, 48, 32\), by gate_up of shape \(5, 64, 48\)"),
         (dict(gate_up=quantize(torch.randn(E, 3, H))), "gate_up: got shape .*wanted an even out_features"),

@@ -268,7 +268,7 @@ def _read_header(path: Path) -> dict[str, TensorInfo]:
         dtype, shape, start, end = _header_entry(path, name, entry)
         info = infos[name] = TensorInfo(name, path, dtype, shape, end - start)
         if dtype in _BITS and prod(shape) * _BITS[dtype] != 8 * (end - start):
-            raise info.error(f"has {end - start} bytes, wanted those of dtype {dtype} and shape {shape}")
+            raise info.error(f"has {end - start} bytes, wanted the bytes of dtype {dtype} and shape {shape}")
         if 8 + length + end > size:
             raise info.error(f"ends at byte {8 + length + end}, the file at {size}: truncated")
         offsets.append((start, end, name))

@@ -354,7 +354,7 @@ def check_weight(
     if scale.shape != wanted:
         raise mismatch(scale_name, scale, f"shape {wanted} in layout {layout!r}")
     if scale.device != qdata.device:
-        raise mismatch(scale_name, scale, f"device {qdata.device}, that of {name}")
+        raise mismatch(scale_name, scale, f"device {qdata.device}, as {name} has")
     if global_scale is None:
         assert not global_name
         return
@@ -363,7 +363,7 @@ def check_weight(
     if global_scale.shape != (experts,) and global_scale.shape != (experts, n):
         raise mismatch(other, global_scale, f"a shape of {((experts,), (experts, n))}")
     if global_scale.device != qdata.device:
-        raise mismatch(other, global_scale, f"device {qdata.device}, that of {name}")
+        raise mismatch(other, global_scale, f"device {qdata.device}, as {name} has")
 
 
 def _plain(dtype: torch.dtype) -> str:

@@ -126,7 +126,7 @@ def write(key: str, content: bytes) -> None:
             where = "" if place is None else f" in {place}"
             warnings.warn(
                 f"thunder_moe: compiled kernels cannot be cached{where} ({error}), every process compiles its own"
-                " (a second or two for each CUDA kernel, about 20 s for those of a CPU); set XDG_CACHE_HOME to a"
+                " (a second or two for each CUDA kernel, about 20 s for the kernels of a CPU); set XDG_CACHE_HOME to a"
                 " writable directory",
                 stacklevel=2,
             )

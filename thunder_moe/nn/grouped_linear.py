@@ -243,7 +243,7 @@ def run_into(
         given = " and ".join(_given(linear, out=out, grad_input=grad_input))
         raise ValueError(f"{given}: got it for a weight that is cut over ranks, wanted a whole weight")
     weight, dtype = linear.weight, autocast_dtype(x)
-    require(dtype is not None or x.dtype == weight.dtype, "x", x, f"dtype {weight.dtype}, that of the weight")
+    require(dtype is not None or x.dtype == weight.dtype, "x", x, f"dtype {weight.dtype}, as the weight has")
     require(x.ndim == 2, "x", x, f"shape (rows, in_features = {linear.in_features})")
     dtype = weight.dtype if dtype is None else dtype
     operands = {"weight": weight, "bias": linear.bias, "bias_scale" if form is None else "scales": scales}

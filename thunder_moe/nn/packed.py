@@ -244,7 +244,7 @@ class PackedModule(AdaptableLinear):
         """
         shape, layouts = self._weight_shape, module_layouts(self.format)
         if weight.format.name != self.format_name:
-            raise ValueError(f"weight: got one in {weight.format.name}, wanted {self.format_name}, that of the module")
+            raise ValueError(f"weight: got one in {weight.format.name}, wanted {self.format_name}, the module's format")
         if weight.shape != shape or weight.layout not in layouts:
             raise ValueError(
                 f"weight: got shape {weight.shape} in layout {weight.layout!r}, wanted {shape} in one of {layouts}"

@@ -63,7 +63,7 @@ def check_rows_and_weight(name: str, rows: Tensor, weight: WeightOperands, offse
         raise mismatch("offsets", offsets, f"shape ({experts},), one row end per expert")
     for other, tensor in ((weight.names[0], weight.codes), ("offsets", offsets)):
         if tensor.device != rows.device:
-            raise mismatch(other, tensor, f"device {rows.device}, that of {name}")
+            raise mismatch(other, tensor, f"device {rows.device}, as {name} has")
 
 
 def check_optional(name: str, tensor: Tensor | None, shape: tuple[int, ...], activation: Tensor) -> None:
@@ -79,7 +79,7 @@ def check_optional(name: str, tensor: Tensor | None, shape: tuple[int, ...], act
     ok = tensor.dtype.is_floating_point and tensor.dtype.itemsize >= 2
     require(ok, name, tensor, "a floating-point dtype of 16 bits or more")
     if tensor.device != activation.device:
-        raise mismatch(name, tensor, f"device {activation.device}, that of activation")
+        raise mismatch(name, tensor, f"device {activation.device}, as activation has")
 
 
 def check_offset_values(offsets: Tensor, rows: int, of: str = "activation") -> None:

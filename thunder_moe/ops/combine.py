@@ -30,7 +30,7 @@ def _check(rows: Tensor, offsets: Tensor, slot_row: Tensor) -> None:
         slot_row.ndim == 2 and slot_row.dtype == torch.int32, "slot_row", slot_row, "int32 of shape (tokens, top_k)"
     )
     for name, tensor in (("offsets", offsets), ("slot_row", slot_row)):
-        require(tensor.device == rows.device, name, tensor, f"device {rows.device}, that of rows")
+        require(tensor.device == rows.device, name, tensor, f"device {rows.device}, as rows has")
 
 
 def _check_values(rows: Tensor, offsets: Tensor, slot_row: Tensor) -> None:

@@ -70,9 +70,9 @@ def check_experts(
     order = dict(zip(ORDER_NAMES, (*given, None, None, None), strict=False))
     for name, tensor in dict(expert_ids=expert_ids, gate_up=gate_up, down=down, **order).items():
         if tensor is not None and tensor.device != device:
-            require(False, name, tensor, f"device {device}, that of hidden_states")
+            require(False, name, tensor, f"device {device}, as hidden_states has")
     if expert_weights.shape != expert_ids.shape:
-        wanted = f"shape {tuple(expert_ids.shape)}, that of expert_ids"
+        wanted = f"shape {tuple(expert_ids.shape)}, as expert_ids has"
         require(False, "expert_weights", expert_weights, wanted)
     check_optional("expert_weights", expert_weights, tuple(expert_ids.shape), hidden_states)
     if features % 2:

@@ -52,7 +52,7 @@ def _check(
         require(a.shape == (experts, rank, k) and rank > 0, name_a, a, f"shape ({experts}, rank, {k})")
         require(b.shape == (experts, n, rank), name_b, b, f"shape {(experts, n, rank)}")
         for name, tensor in ((name_a, a), (name_b, b)):
-            require(tensor.dtype == hidden_states.dtype, name, tensor, f"{hidden_states.dtype}, that of hidden_states")
+            require(tensor.dtype == hidden_states.dtype, name, tensor, f"{hidden_states.dtype}, as hidden_states has")
             require(tensor.device == hidden_states.device, name, tensor, f"device {hidden_states.device}")
 
 

@@ -42,7 +42,7 @@ def check_offsets(offsets: Tensor, experts: int, like: Tensor) -> None:
     require(not known or offsets.dtype in (torch.int32, torch.int64), "offsets", offsets, "dtype int32 or int64")
     wanted = f"shape ({experts},), one row end per expert"
     require(offsets.ndim == 1 and offsets.shape[0] == experts, "offsets", offsets, wanted)
-    require(offsets.device == like.device, "offsets", offsets, f"device {like.device}, that of x")
+    require(offsets.device == like.device, "offsets", offsets, f"device {like.device}, as x has")
 
 
 def check_row_scale(name: str, scale: Tensor | None, shape: tuple[int, ...], like: Tensor) -> None:
@@ -51,7 +51,7 @@ def check_row_scale(name: str, scale: Tensor | None, shape: tuple[int, ...], lik
         return
     require(tuple(scale.shape) == tuple(shape), name, scale, f"shape {tuple(shape)}, one factor per row")
     require(is_floating(scale), name, scale, "a floating-point dtype")
-    require(scale.device == like.device, name, scale, f"device {like.device}, that of the rows")
+    require(scale.device == like.device, name, scale, f"device {like.device}, as the rows have")
 
 
 def is_floating(tensor: Tensor) -> bool:
@@ -102,14 +102,14 @@ def _refuse_double_backward(name: str) -> Callable[..., Any]:
 
 def check_linear(x: Tensor, weight: Tensor, offsets: Tensor, bias: Tensor | None, bias_scale: Tensor | None) -> None:
     require(x.ndim == 2 and x.shape[1] == weight.shape[2], "x", x, f"shape (rows, in_features = {weight.shape[2]})")
-    require(x.dtype == weight.dtype, "x", x, f"dtype {weight.dtype}, that of the weight")
-    require(x.device == weight.device, "x", x, f"device {weight.device}, that of the weight")
+    require(x.dtype == weight.dtype, "x", x, f"dtype {weight.dtype}, as the weight has")
+    require(x.device == weight.device, "x", x, f"device {weight.device}, as the weight has")
     check_offsets(offsets, weight.shape[0], x)
     if bias is not None:
         wanted = tuple(weight.shape[:2])
         require(tuple(bias.shape) == wanted, "bias", bias, f"shape {wanted}")
         require(is_floating(bias), "bias", bias, "a floating-point dtype")
-        require(bias.device == x.device, "bias", bias, f"device {x.device}, that of x")
+        require(bias.device == x.device, "bias", bias, f"device {x.device}, as x has")
     check_row_scale("bias_scale", bias_scale, (x.shape[0],), x)
     if bias_scale is not None and bias is None:
         raise ValueError("bias_scale: got a tensor without a bias to scale, wanted None")

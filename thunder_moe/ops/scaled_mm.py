@@ -67,7 +67,7 @@ def _check_operands(name: str, rows: Tensor, weight: WeightOperands, layout: str
             raise mismatch("weight_global_scale", global_scale, f"a shape of {((), (n,))}")
     for other, tensor in zip(weight.names, weight.tensors, strict=True):
         if tensor.device != rows.device:
-            raise mismatch(other, tensor, f"device {rows.device}, that of {name}")
+            raise mismatch(other, tensor, f"device {rows.device}, as {name} has")
 
 
 def _shapes(activation: Tensor, weight: WeightOperands, *_: Any, **__: Any) -> tuple[tuple[int, ...]]:

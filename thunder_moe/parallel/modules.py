@@ -52,7 +52,7 @@ class _ExpertParallelRows(nn.Module):
             raise ValueError(f"{' and '.join(buffers)}: got it with experts on several ranks, wanted none of it")
         wanted = self.exchange.ranks * self.exchange.experts
         if offsets.shape != (wanted,):
-            raise ValueError(f"offsets: got shape {tuple(offsets.shape)}, wanted ({wanted},), those of all experts")
+            raise ValueError(f"offsets: got shape {tuple(offsets.shape)}, wanted ({wanted},), one end per expert")
         if not torch.compiler.is_compiling():
             check_offset_values(offsets, x.shape[0], "x")
         _refuse_broadcast(self, self.exchange.mesh)

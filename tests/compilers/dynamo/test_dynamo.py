@@ -246,7 +246,7 @@ def test_a_fragment_beside_the_experts_is_no_warning(moe, x):
 
 
 def test_unknown_options_are_refused():
-    with pytest.raises(Exception, match=r"options: got 'thunder_moe.iner', those of thunder_moe are"):
+    with pytest.raises(Exception, match=r"options: got 'thunder_moe.iner', wanted 'thunder_moe.inner'"):
         torch.compile(lambda x: x + 1, backend="thunder_moe", options={"thunder_moe.iner": "eager"})(torch.ones(2))
     with pytest.raises(Exception, match="nonesuch"):
         compiled(lambda x: x + 1, "nonesuch")(torch.ones(2))

@@ -38,7 +38,7 @@ class CompressedTensors(NVFP4Format):
                 if weights.get(key, wanted) != wanted:
                     raise ValueError(f"{key}: got {weights[key]!r} in {name!r}, wanted {wanted!r} in {MXFP8_FORMAT!r}")
         if not groups:
-            raise ValueError("config_groups: got none, wanted those of a compressed-tensors checkpoint")
+            raise ValueError("config_groups: got none, wanted the groups of a compressed-tensors checkpoint")
         sparsity = subdict(quantization, "sparsity_config").get("format")
         if sparsity not in (None, "dense"):
             raise ValueError(f"sparsity_config: got the format {sparsity!r}, wanted 'dense'")

@@ -59,8 +59,7 @@ def thunder_moe_backend(
     unknown = [name for name in options if name.startswith("thunder_moe.")]
     if unknown:
         raise ValueError(
-            f"options: got {unknown[0]!r}, those of thunder_moe are 'thunder_moe.inner', 'thunder_moe.attention' and"
-            " 'thunder_moe.format'"
+            f"options: got {unknown[0]!r}, wanted 'thunder_moe.inner', 'thunder_moe.attention' or 'thunder_moe.format'"
         )
     if attention not in (True, False, None):
         raise ValueError(f"options['thunder_moe.attention']: got {attention!r}, wanted True, False or None")

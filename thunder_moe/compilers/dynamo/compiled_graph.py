@@ -1,7 +1,7 @@
 """A graph of dynamo, rewritten and compiled: `compile_graph`, for whichever compiler is to compile it.
 Called by backend.py and thunder/thunderfx.py; calls rewrite.py, report.py and the compiler that it is given.
 
-graph of dynamo -> rewrite, report -> compiler. The layout of the packed weights is that which the kernels of
+graph of dynamo -> rewrite, report -> compiler. The packed weights have the layout that the kernels of
 their device read best, an argument of the operators. At each call the packed weights come from the cache, so one graph
 serves all layers that share it, changed and replaced weights are seen, and addresses stay (CUDA graphs).
 """
@@ -85,7 +85,7 @@ def _runner(
     """Return the callable that replaces dynamo's graph.
 
     Args:
-        rewritten: how the inputs become those of the rewritten graph.
+        rewritten: the map from the inputs of dynamo's graph to the inputs of the rewritten graph.
         graph: its entry in reports.
         compiled: the rewritten graph.
         in_16_bit: dynamo's graph, for calls that have to be recognized one by one: training forwards (dynamo guards on

@@ -150,7 +150,7 @@ class _Call:
     """The arguments of a call of either operator, by the names of the operator's schema.
 
     Attributes:
-        tensors: the operands, and those of the optional ones that are given.
+        tensors: the operands, without optional ones that are not given.
         layout: the layout of the block scales.
         activation_amax: known from calibration, or None.
         unknown: the first argument that the translators do not read and that differs from its default; None if none.

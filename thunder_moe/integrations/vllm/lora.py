@@ -292,5 +292,5 @@ def adapter_of_token(context: Any, tokens: int) -> Tensor | None:
         return None if bool(meta.no_lora_flag_cpu) else meta.token_lora_mapping[:tokens]
     found: Tensor = wrapper.token_lora_indices
     if found.shape[0] != tokens:
-        raise ValueError(f"token_lora_indices: got those of {found.shape[0]} tokens, wanted {tokens}")
+        raise ValueError(f"token_lora_indices: got one for {found.shape[0]} tokens each, wanted {tokens}")
     return found if bool((found >= 0).any()) else None

@@ -32,7 +32,7 @@ class BlockLoss:
     Attributes:
         name: qualified name of the module.
         nbytes: format -> bytes of the block's weights. Only formats that its shape fits.
-        increase: format -> loss of the model with this block alone in the format, minus that of the 16-bit model, in
+        increase: format -> loss of the model with this block alone in the format, minus the 16-bit model's loss, in
             nats per token; 0 for `WIDE`.
         error: format -> standard error of `increase` over the windows of the text.
     """
