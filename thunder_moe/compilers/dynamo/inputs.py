@@ -70,7 +70,9 @@ def memory_of_inputs(root: Scope, weights: Weights) -> dict[str, Any]:
     """Return `written`, `compared` and `aliases` of a graph that is not rewritten yet."""
     inputs = [(at, node) for at, node in enumerate(root.graph.find_nodes(op="placeholder")) if node in weights.tensors]
     storages = {at: storages_of(root.value_of(node)) for at, node in inputs}
-    written = {at for at, own in storages.items() if any(step.changes(own) for step in root.program.steps)}
+    together = frozenset[int]().union(*storages.values())
+    changing = [step for step in root.program.steps if step.changes(together)]
+    written = {at for at, own in storages.items() if any(step.changes(own) for step in changing)}
     compared = tuple(at for at, node in inputs if at in written or not weights.is_static(node))
     aliases = frozenset((a, b) for a, b in combinations(compared, 2) if storages[a] & storages[b])
     return dict(written=frozenset(written), compared=compared, aliases=aliases)

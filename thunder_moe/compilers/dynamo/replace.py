@@ -252,15 +252,19 @@ def _is_seen_elsewhere(scope: Scope, node: fx.Node) -> bool:
     """True if a node changes a tensor that is an input, or that another node reads later."""
     if node not in scope.positions or (kind_of(node) and not is_in_place(node)):
         return False
-    position, seen = scope.positions[node], []
-    step = scope.program.steps[position]
-    changed = {storage for storage in step.reads if step.changes((storage,))}
+    position, steps = scope.positions[node], scope.program.steps
+    changed = {storage for storage in steps[position].reads if steps[position].changes((storage,))}
+    if not changed.isdisjoint(scope.input_storages):
+        return True
     for other in scope.graph.nodes if changed else ():
-        if other.op in ("placeholder", "get_attr"):
-            seen.append(other)
-        elif scope.positions.get(other, position + 1) > position:
-            seen += [source for source in other.all_input_nodes if not _views_new_node(scope, source)]
-    return not changed.isdisjoint(storages_of([scope.value_of(each) for each in seen]))
+        at = scope.positions.get(other)
+        if at is not None and (at <= position or changed.isdisjoint(steps[at].reads)):
+            continue
+        for source in other.all_input_nodes:
+            touches = not changed.isdisjoint(storages_of(scope.value_of(source)))
+            if touches and not _views_new_node(scope, source):
+                return True
+    return False
 
 
 def _views_new_node(scope: Scope, node: fx.Node) -> bool:

@@ -99,6 +99,12 @@ class Scope:
         positions = {self.positions[node] for node in nodes}
         return self.program.reason_against_fusing(positions, storages, names if again else None)
 
+    @cached_property
+    def input_storages(self) -> frozenset[int]:
+        """The storages of the graph's inputs and attributes before a rewrite."""
+        inputs = [node for node in self.graph.nodes if node.op in ("placeholder", "get_attr")]
+        return storages_of([self.value_of(node) for node in inputs])
+
     def value_of(self, node: fx.Node) -> Any:
         value = value_of(node)
         return attribute(self.module, str(node.target)) if value is None and node.op == "get_attr" else value
