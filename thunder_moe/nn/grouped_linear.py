@@ -1,5 +1,5 @@
 """`GroupedLinear`: one linear map per expert, as a single grouped GEMM.
-Called by users, nn.swiglu, nn.grouped_mlp, quantization and integrations.huggingface; calls the operators of
+Called by users, nn.swiglu, training.grouped_mlp, quantization and integrations.huggingface; calls the operators of
 ops.grouped_linear, which compilers rewrite, and ops.grouped_linear_into.
 
 Legend: M rows sorted by expert, E experts, N out_features, K in_features. `offsets` is int32 or int64 (E,): cumulative

@@ -1,5 +1,5 @@
 """`ScaledSwiGLU` and `ScaledSReLU`: activations of expert blocks, times a factor per row, computed in float32.
-Called by users and nn.grouped_mlp; calls the operator of ops.activation.
+Called by users and grouped_mlp; calls the operator of ops.activation.
 
 Legend: ... any leading dimensions, D columns, I intermediate_size.
 """

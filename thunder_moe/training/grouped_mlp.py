@@ -1,6 +1,6 @@
 """`GroupedMLP`: the experts of a layer for training, two grouped GEMMs with a scaled activation between them; and
 `NVFP4GroupedMLP`, the same with 4-bit weights.
-Called by users and grouped_experts; calls nn.grouped_linear, nn.activations and the operators of ops.grouped_linear,
+Called by users and grouped_experts; calls nn.grouped_linear, activations and the operators of ops.grouped_linear,
 ops.activation and, with 4-bit weights, ops.grouped_swiglu.
 
 x (M, H) -> gate_up_proj -> (M, 2I) -> activation * scales (M,) -> (M, I) -> down_proj, bias * scales -> (M, H)
