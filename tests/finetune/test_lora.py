@@ -260,6 +260,16 @@ def test_an_interrupted_add_leaves_nothing():
     assert lora_linears(plain)
 
 
+def test_an_interrupted_add_leaves_an_adapter_of_that_name_in_other_linears():
+    model = torch.nn.ModuleList(MODULES["linear"](torch.float32) for _ in range(2))
+    add_lora_(model, 2, 4, filter="0")
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    for _ in interrupted(lambda: add_lora_(model, 2, 4, filter="1")):
+        after = model.state_dict()
+        assert after.keys() == before.keys()
+        assert all(torch.equal(tensor, after[name]) for name, tensor in before.items())
+
+
 def test_merging_one_of_two_adapters_leaves_the_other_out_everywhere():
     """Also in linears that have the other alone."""
     model, args = adapted("mlp")

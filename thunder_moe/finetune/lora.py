@@ -195,8 +195,9 @@ def add_by_name_(
         for name, linear in linears.items():
             _add_adapter(linear, specs[name], share, dtype, adapter)
     except BaseException:  # no memory, or an interruption
-        for linear in lora_linears(model).values():
-            _remove_adapter(linear, adapter)
+        for linear in linears.values():  # others may have an earlier adapter of that name
+            if isinstance(linear, LoRALinear):
+                _remove_adapter(linear, adapter)
         raise
     for linear in lora_linears(model).values():
         linear.lora_active = (adapter,) if adapter in linear.lora_specs else ()

@@ -1,5 +1,5 @@
 """State dicts of expert linears, with one tensor for all experts or one per expert.
-Called by nn.grouped_linear and nn.grouped_mlp; calls torch alone.
+Called by nn.grouped_linear and training.grouped_mlp; calls torch alone.
 
     stacked       weight (E, N, K), bias (E, N)
     per expert    weight0 (N, K), weight1, ..., bias0 (N,), bias1, ...

@@ -328,6 +328,16 @@ def test_a_layer_on_disk(saved, tmp_path, name, linears):
         refused(saved(name), "provide an `offload_folder`", **where)
 
 
+def test_a_router_whose_bias_is_on_disk(saved, tmp_path):
+    """ERNIE's bias is a parameter of a child of the router; accelerate loads it for the child's forward alone."""
+    pytest.importorskip("accelerate")
+    here = saved("ernie4_5_moe")
+    parts = dict.fromkeys(["model.embed_tokens", "model.norm", "model.rotary_emb", "lm_head", "model.layers.0"], "cpu")
+    loaded = load(here, ThunderMoeConfig(), device_map={**parts, "model.layers.1": "disk"}, offload_folder=tmp_path)
+    with torch.no_grad():
+        assert torch.equal(loaded(tokens()).logits, quantized(here)(tokens()).logits)
+
+
 def test_a_layer_on_disk_is_laid_out_for_where_it_computes(tmp_path, tiles):
     pytest.importorskip("accelerate")
     config = tiny_config("qwen3_moe")

@@ -634,3 +634,11 @@ def test_trainer_saves_and_resumes(tmp_path, name, source):
     resumed = trainer(make(), tmp_path / "whole", max_steps=4)
     resumed.train(resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-2"))
     assert_same(resumed.model, whole.model)
+
+
+def test_a_model_whose_layers_were_dequantized_one_by_one(tmp_path):
+    model = quantize_(tiny_model("qwen3_moe"))
+    for layer in model.model.layers:
+        dequantize_(layer.mlp)
+    model.save_pretrained(tmp_path)
+    assert_same(type(model).from_pretrained(tmp_path), model)

@@ -99,11 +99,16 @@ def test_a_router_of_ones_own_is_not_routed():
 
 
 @pytest.mark.slow
-def test_the_routed_layer_is_imported_first():
-    """With the executor there, its import of transformers' Llama 4 adds the lookaside in the middle of it."""
+def test_the_layer_is_routed_where_transformers_is_imported_last():
     code = """
-from thunder_moe import moe_executor
-import thunder_moe.integrations.huggingface.llama4, sys
-print("thunder_moe.integrations.huggingface.thunder_llama4" in sys.modules)
+from thunder_moe import moe_executor, rewrite_report
+import thunder, torch
+from transformers.models.llama4.configuration_llama4 import Llama4TextConfig
+from transformers.models.llama4.modeling_llama4 import Llama4TextMoe
+config = Llama4TextConfig(hidden_size=64, intermediate_size=32, num_local_experts=4)
+layer = Llama4TextMoe(config).bfloat16().requires_grad_(False)
+compiled = thunder.jit(layer, executors=[moe_executor])
+compiled(torch.zeros(1, 3, 64, dtype=torch.bfloat16))
+print([entry.decision for entry in rewrite_report(compiled)])
 """
-    assert fresh_python(code).splitlines()[-1] == "True"
+    assert fresh_python(code).splitlines()[-1] == "['nvfp4 + swiglu', 'nvfp4']"

@@ -197,6 +197,9 @@ class FusedRouter(OtherForward):
             return super().forward(hidden_states, *args, **options)
         hidden_TH = hidden_states if hidden_states.ndim == 2 else hidden_states.reshape(-1, hidden_states.shape[-1])
         bias = None if kind.bias is None else args[0] if kind.bias == "" else _at(self, kind.bias)
+        if bias is not None and bias.device != hidden_states.device:
+            # It is offloaded: accelerate loads it in the forward of the child that has it, which only this calls.
+            return super().forward(hidden_states, *args)
         bias = bias if bias is None or bias.ndim == 1 else bias.reshape(-1)
         dtype = torch.float32 if kind.scores_float else hidden_states.dtype
         weight, linear_bias = _linear_of(self)

@@ -90,6 +90,7 @@ class QuantizedModel(OtherMethods):
                 not offloaded, or one that is sharded, a state dict that lacks one; or no name in a checkpoint is known
                 for a module. Nothing is written then.
         """
+        save = super().save_pretrained  # type: ignore[misc]  # before `mark_quantized` changes the class
         prepared = prepared_names(self)
         if prepared and not _is_quantized(self):
             plain = {own: name for name, own in prepared.items()}
@@ -104,7 +105,7 @@ class QuantizedModel(OtherMethods):
                 " written; save_lora and remove_lora_ those of add_lora_ before"
             )
         if not _is_quantized(self) or of_peft:
-            return super().save_pretrained(  # type: ignore[misc,no-any-return]
+            return save(  # type: ignore[no-any-return]
                 save_directory,
                 is_main_process=is_main_process,
                 state_dict=state_dict,

@@ -1,6 +1,6 @@
 """A lookaside of moe_executor: Llama 4's stock layer is routed while Thunder traces it, so that its expert GEMMs can be
-rewritten. Imported by compilers/thunder/late_lookasides.py once transformers' Llama 4 is imported, maybe while
-llama4.py imports it, so it imports nothing of llama4.py. Calls routing and torch's grouped GEMM.
+rewritten. Imported by compilers/thunder/late_lookasides.py when Thunder reads lookasides and transformers' Llama 4 is
+imported; calls routing and torch's grouped GEMM.
 
 Only functions compiled with moe_executor among their executors see it: eager execution, torch.compile and Thunder with
 other executors run transformers' own `Llama4TextMoe.forward`.
