@@ -60,8 +60,8 @@ print(sorted(set(thunder_moe._HOME) - set(globals())), Llama4MoE.__name__)
         "moe_executor needs lightning-thunder: pip install 'thunder_moe[thunder]'",
         "thunder_moe.integrations needs transformers >= 5.7: pip install 'thunder_moe[transformers]'",
         "thunder_moe.integrations needs transformers >= 5.7: pip install 'thunder_moe[transformers]'",
-        "['ThunderMoeConfig', 'fuse_norms_', 'get_peft_model', 'load_checkpoint', 'load_lora_', 'load_peft_model',"
-        " 'moe_executor', 'save_checkpoint', 'save_lora'] Llama4MoE",
+        "['ThunderMoeConfig', 'fast_generate', 'fuse_norms_', 'get_peft_model', 'load_checkpoint', 'load_lora_',"
+        " 'load_peft_model', 'moe_executor', 'save_checkpoint', 'save_lora'] Llama4MoE",
     ]
 
 

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from thunder_moe.formats.weight import MXFP8Weight, NVFP4Weight
     from thunder_moe.integrations.huggingface.checkpoint import load_checkpoint, save_checkpoint
     from thunder_moe.integrations.huggingface.configs import ThunderMoeConfig
+    from thunder_moe.integrations.huggingface.generation import fast_generate
     from thunder_moe.integrations.huggingface.lora import get_peft_model, load_peft_model
     from thunder_moe.integrations.huggingface.lora_files import load_lora_, save_lora
     from thunder_moe.integrations.huggingface.norms import fuse_norms_
@@ -56,6 +57,7 @@ _HOMES = {
     "compilers.thunder.executor": ("moe_executor",),
     "weight_cache": ("refresh_",),
     "integrations.huggingface.checkpoint": ("load_checkpoint", "save_checkpoint"),
+    "integrations.huggingface.generation": ("fast_generate",),
     "integrations.huggingface.lora": ("get_peft_model", "load_peft_model"),
     "integrations.huggingface.lora_files": ("load_lora_", "save_lora"),
     "integrations.huggingface.norms": ("fuse_norms_",),
@@ -122,6 +124,7 @@ __all__ = [
     "f16a_nvfp4weight_moe_experts",
     "f16a_nvfp4weight_scaled_grouped_mm",
     "f16a_nvfp4weight_scaled_mm",
+    "fast_generate",
     "finish_qat_",
     "fuse_norms_",
     "get_peft_model",
@@ -157,8 +160,8 @@ __all__ = [
 
 # What needs a package that may be absent: `import *` leaves it out then, and its own import says what to install.
 _OPTIONAL = (
-    "ThunderMoeConfig", "fuse_norms_", "get_peft_model", "load_checkpoint", "load_lora_", "load_peft_model",
-    "moe_executor", "save_checkpoint", "save_lora",
+    "ThunderMoeConfig", "fast_generate", "fuse_norms_", "get_peft_model", "load_checkpoint", "load_lora_",
+    "load_peft_model", "moe_executor", "save_checkpoint", "save_lora",
 )  # fmt: skip
 _ALL = __all__
 if not TYPE_CHECKING:

@@ -79,14 +79,15 @@ def thunder_moe_backend(
         torch._dynamo.lookup_backend(inner)  # an unknown name fails here
 
     def compile_(graph_module: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
-        return _compile(inner, graph_module, inputs, mode, options, dynamic)
+        return compile_inner(inner, graph_module, inputs, mode, options, dynamic)
 
     return compile_graph(gm, example_inputs, compile_, attention=attention, dynamic=dynamic, **chosen)
 
 
-def _compile(
+def compile_inner(
     inner: str, gm: fx.GraphModule, inputs: list[Any], mode: str | None, options: dict[str, Any], dynamic: bool | None
 ) -> Callable[..., Any]:
+    """Compile a graph of dynamo's by another backend, such as inductor, by its name."""
     if inner == "inductor":
         inductor: Any = torch._TorchCompileInductorWrapper
         return cast("Callable[..., Any]", inductor(mode, options, dynamic)(gm, inputs))

@@ -1,0 +1,167 @@
+"""fast_generate: the tokens of transformers' own loop for each way to end a text, and the reason where that loop runs.
+Called by pytest; calls thunder_moe and transformers. tests/gpu/test_gpu_generation.py has the CUDA graphs.
+"""
+
+import functools
+import gc
+import weakref
+
+import pytest
+import torch
+from tiny_models import tiny_model
+from transformers import CompileConfig, StoppingCriteria, StoppingCriteriaList
+
+from thunder_moe import fast_generate, quantize_
+
+PROMPT = torch.tensor([[0, 0, 0, 5, 6, 7, 8], [1, 2, 3, 4, 5, 6, 7], [0, 9, 8, 7, 6, 5, 4]])
+PADDED = (PROMPT != 0).long()
+
+
+@pytest.fixture(scope="module")
+def model():
+    model = quantize_(tiny_model("qwen3_moe", torch.float32)).eval()
+    model.generation_config.pad_token_id = 0
+    return model
+
+
+def both(model, *args, seed=0, **options):
+    results = []
+    for generate in ({}, {"custom_generate": fast_generate}):
+        torch.manual_seed(seed)
+        results.append(model.generate(*args, **options, **generate))
+    return results
+
+
+OPTIONS = {
+    "greedy": {},
+    "penalty": dict(repetition_penalty=1.5),
+    "sampled": dict(do_sample=True, temperature=0.7, top_k=20, top_p=0.9),
+    "min_p": dict(do_sample=True, min_p=0.05),
+    "ends": dict(eos_token_id=[*range(10, 20)]),
+    "not_before": dict(eos_token_id=[*range(1, 64, 2)], min_new_tokens=6),
+    "not_shorter": dict(eos_token_id=[*range(1, 64, 2)], min_length=10),
+    "several": dict(do_sample=True, num_return_sequences=2),
+}
+
+
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("name", OPTIONS)
+def test_tokens_are_those_of_the_stock_loop(model, name, padded, caplog):
+    options = dict(do_sample=False) | OPTIONS[name] | (dict(attention_mask=PADDED) if padded else {})
+    stock, ours = both(model, PROMPT, max_new_tokens=20, **options)
+    assert torch.equal(ours, stock)
+    assert "own loop" not in caplog.text
+
+
+@pytest.mark.parametrize("name", ["gpt_oss", "mixtral", "llama4"])
+def test_models_with_windows_and_chunks(name):
+    model = quantize_(tiny_model(name, torch.float32)).eval()
+    model.generation_config.pad_token_id = 0
+    stock, ours = both(model, PROMPT, attention_mask=PADDED, max_new_tokens=12, do_sample=False)
+    assert torch.equal(ours, stock)
+
+
+def test_texts_end_at_different_lengths(model):
+    free = model.generate(PROMPT, attention_mask=PADDED, max_new_tokens=24, do_sample=False)[:, PROMPT.shape[1] :]
+    ends = [int(free[0, 2]), int(free[1, 9])]
+    stock, ours = both(model, PROMPT, attention_mask=PADDED, max_new_tokens=24, do_sample=False, eos_token_id=ends)
+    assert torch.equal(ours, stock)
+    assert (ours[:, -1] == 0).any()
+
+
+def test_a_cache_serves_prompts_of_other_lengths(model):
+    for length in (7, 3, 6, 1):
+        stock, ours = both(model, PROMPT[1:2, :length], max_new_tokens=9, do_sample=False)
+        assert torch.equal(ours, stock)
+
+
+class Ends(StoppingCriteria):
+    """Ends a text behind a token, as a stop string does: the graph knows nothing of it."""
+
+    def __init__(self, token: int) -> None:
+        self.token = token
+
+    def __call__(self, input_ids, scores, **options):
+        return input_ids[:, -1] == self.token
+
+
+def test_other_criteria(model):
+    free = model.generate(PROMPT, max_new_tokens=16, do_sample=False)
+    criteria = StoppingCriteriaList([Ends(int(free[1, 12]))])
+    options = dict(max_new_tokens=16, do_sample=False, stopping_criteria=criteria)
+    stock, ours = both(model, PROMPT[1:2], **options)
+    assert torch.equal(ours, stock)
+    assert ours.shape[1] < free.shape[1]
+    stock, ours = both(model, PROMPT, eos_token_id=[63], **options)
+    assert torch.equal(ours, stock)
+
+
+def test_max_time(model):
+    ours = model.generate(PROMPT, max_new_tokens=16, do_sample=False, max_time=1e-9, custom_generate=fast_generate)
+    assert ours.shape[1] == PROMPT.shape[1] + 1
+
+
+class Streamer:
+    def __init__(self) -> None:
+        self.tokens, self.ended = [], False
+
+    def put(self, value):
+        self.tokens.append(value.clone())
+
+    def end(self):
+        self.ended = True
+
+
+def test_streamers(model):
+    streamer = Streamer()
+    generate = functools.partial(fast_generate, streamer=streamer)  # generate(streamer=) does not reach a function
+    ours = model.generate(PROMPT[1:2], max_new_tokens=5, do_sample=False, custom_generate=generate)
+    assert streamer.ended
+    assert torch.equal(torch.cat(streamer.tokens), ours[0, PROMPT.shape[1] :])
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        (dict(num_beams=2), "the generation mode is beam_search"),
+        (dict(no_repeat_ngram_size=2), "NoRepeatNGramLogitsProcessor is not known here"),
+        (dict(use_cache=False), "use_cache=False"),
+        (dict(encoder_repetition_penalty=1.2), "EncoderRepetitionPenaltyLogitsProcessor is not known here"),
+    ],
+)
+def test_the_stock_loop_runs_what_is_not_known(model, options, reason, caplog):
+    stock, ours = both(model, PROMPT, max_new_tokens=4, do_sample=False, **options)
+    assert torch.equal(ours, stock)
+    assert f"fast_generate: transformers' own loop runs: {reason}" in caplog.text
+
+
+def test_more_than_tokens(model, caplog):
+    stock, ours = both(model, PROMPT, max_new_tokens=4, do_sample=False, return_dict_in_generate=True)
+    assert torch.equal(ours.sequences, stock.sequences)
+    assert "return_dict_in_generate=True asks for more than the tokens" in caplog.text
+
+
+def test_no_room_for_tokens(model):
+    ours = model.generate(PROMPT, max_length=8, do_sample=False, custom_generate=fast_generate)
+    assert ours.shape == (3, 8)
+
+
+def test_a_compiled_step_sees_changes_of_the_model():
+    model = tiny_model("qwen3_moe", torch.float32).eval()
+    options = dict(max_new_tokens=6, do_sample=False, compile_config=CompileConfig(backend="eager", mode=None))
+    before, ours = both(model, PROMPT, **options)
+    assert torch.equal(ours, before)
+    quantize_(model)
+    model.model.layers[0].mlp.experts.down_proj.global_scale.mul_(-3)
+    after, ours = both(model, PROMPT, **options)
+    assert torch.equal(ours, after)
+    assert not torch.equal(after, before)
+
+
+def test_memory_goes_with_the_model():
+    model = quantize_(tiny_model("qwen3_moe", torch.float32)).eval()
+    model.generate(PROMPT, max_new_tokens=3, do_sample=False, custom_generate=fast_generate)
+    gone = weakref.ref(model)
+    del model
+    gc.collect()
+    assert gone() is None

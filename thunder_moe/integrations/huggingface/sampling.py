@@ -1,0 +1,180 @@
+"""Chooses tokens from logits on their device: transformers' logits processors and sampling, without a synchronization.
+Called by generation, in the loop and inside its CUDA graphs; calls plain torch.
+
+Legend: B texts, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from transformers.generation import logits_process as processors
+
+__all__ = ["Choice", "State", "choice_of"]
+
+_Process = Callable[[Tensor, "State"], Tensor]
+
+
+class State(Protocol):
+    """The tensors that a choice reads and changes, see `generation`."""
+
+    token: Tensor
+    position: Tensor
+    length: Tensor
+    done: Tensor
+    seen: Tensor
+
+
+@dataclass(frozen=True)
+class Choice:
+    """How a call chooses its tokens.
+
+    Attributes:
+        processes: functions of the scores (B, V) and the state, in transformers' order.
+        samples: draw from the distribution; else take the most likely token.
+        ends: ids of the tokens that end a text.
+        pad: the token of texts that have ended; None if no token ends one.
+        history: the texts' tokens that a repetition penalty leaves out, at the front of each: (B,), or one number for
+            all; None without a penalty, when nobody reads `seen`.
+        settings: equal for calls that choose alike.
+    """
+
+    processes: tuple[_Process, ...]
+    samples: bool
+    ends: tuple[int, ...]
+    pad: int | None
+    history: Tensor | int | None
+    settings: Any
+
+    def take(self, logits: Tensor, state: State) -> None:
+        """Choose the next tokens from logits (B, V) in float32, and advance the state by them."""
+        scores = logits
+        for process in self.processes:
+            scores = process(scores, state)
+        if self.samples:
+            # The largest of p / e, e exponential, is a draw from p: torch.multinomial's own way, without its checks.
+            token = (scores.softmax(-1) / torch.empty_like(scores).exponential_()).argmax(-1)
+        else:
+            token = scores.argmax(-1)
+        if self.pad is not None:
+            token = token.masked_fill(state.done, self.pad)
+            for end in self.ends:
+                state.done |= token == end
+        state.token.copy_(token[:, None])
+        state.position += 1
+        state.length += 1
+        if self.history is not None:
+            state.seen.scatter_(1, state.token, True)
+
+
+def choice_of(logits_processor: Any, config: Any) -> Choice | str:
+    """Return the choice that a call's processors and generation config mean, or why it is not known here.
+
+    Args:
+        logits_processor: transformers' list of them.
+        config: the generation config, with its prepared special tokens.
+    """
+    processes: list[_Process] = []
+    settings: list[Any] = [bool(config.do_sample)]
+    for processor in logits_processor:
+        known = _KNOWN[type(processor)](processor) if type(processor) in _KNOWN else None
+        if known is None:
+            return f"{type(processor).__name__} is not known here"
+        process, *values = known
+        processes.append(process)
+        settings.append((type(processor).__name__, *values))
+    ends = () if config._eos_token_tensor is None else tuple(config._eos_token_tensor.flatten().tolist())
+    pad = None
+    if ends:
+        pad = int(config._pad_token_tensor)
+    settings += [ends, pad]
+    penalties = (each for each in logits_processor if isinstance(each, processors.RepetitionPenaltyLogitsProcessor))
+    history = next((0 if each.prompt_ignore_length is None else each.prompt_ignore_length for each in penalties), None)
+    return Choice(tuple(processes), bool(config.do_sample), ends, pad, history, tuple(settings))
+
+
+def _temperature(processor: Any) -> Any:
+    value = float(processor.temperature)
+    return lambda scores, state: scores / value, value
+
+
+def _top_k(processor: Any) -> Any:
+    k = int(processor.top_k)
+
+    def process(scores: Tensor, state: State) -> Tensor:
+        least = scores.topk(min(k, scores.shape[-1])).values[..., -1:]
+        return scores.masked_fill(scores < least, float(processor.filter_value))
+
+    return process, k, float(processor.filter_value)
+
+
+def _top_p(processor: Any) -> Any:
+    top_p, least = float(processor.top_p), int(processor.min_tokens_to_keep)
+
+    def process(scores: Tensor, state: State) -> Tensor:
+        ascending, order = scores.sort(descending=False)
+        removed = ascending.softmax(-1).cumsum(-1) <= 1 - top_p
+        removed[..., -least:] = False
+        return scores.masked_fill(removed.scatter(1, order, removed), float(processor.filter_value))
+
+    return process, top_p, least, float(processor.filter_value)
+
+
+def _min_p(processor: Any) -> Any:
+    min_p, least = float(processor.min_p), int(processor.min_tokens_to_keep)
+
+    def process(scores: Tensor, state: State) -> Tensor:
+        probs = scores.softmax(-1)
+        removed = probs < min_p * probs.amax(-1, keepdim=True)
+        order = scores.topk(min(least, scores.shape[-1])).indices
+        return scores.masked_fill(removed.scatter(1, order, False), float(processor.filter_value))
+
+    return process, min_p, least, float(processor.filter_value)
+
+
+def _repetition(processor: Any) -> Any:
+    penalty = float(processor.penalty)
+
+    def process(scores: Tensor, state: State) -> Tensor:
+        return torch.where(state.seen, torch.where(scores < 0, scores * penalty, scores / penalty), scores)
+
+    return process, penalty
+
+
+def _least_length(length: int, ends: list[int]) -> _Process:
+    """Return a process that forbids the end of a text before so many tokens."""
+
+    def process(scores: Tensor, state: State) -> Tensor:
+        early = state.length < length
+        scores = scores.clone()
+        for end in ends:
+            scores[:, end].masked_fill_(early, -float("inf"))
+        return scores
+
+    return process
+
+
+def _min_length(processor: Any) -> Any:
+    length, ends = int(processor.min_length), processor.eos_token_id.flatten().tolist()
+    return _least_length(length, ends), length, *ends
+
+
+def _min_new_tokens(processor: Any) -> Any:
+    length = int(processor.prompt_length_to_skip) + int(processor.min_new_tokens)
+    ends = processor.eos_token_id.flatten().tolist()
+    return _least_length(length, ends), length, *ends
+
+
+_KNOWN: dict[type, Callable[[Any], Any]] = {
+    processors.TemperatureLogitsWarper: _temperature,
+    processors.TopKLogitsWarper: _top_k,
+    processors.TopPLogitsWarper: _top_p,
+    processors.MinPLogitsWarper: _min_p,
+    processors.RepetitionPenaltyLogitsProcessor: _repetition,
+    processors.MinLengthLogitsProcessor: _min_length,
+    processors.MinNewTokensLengthLogitsProcessor: _min_new_tokens,
+}
