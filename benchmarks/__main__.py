@@ -13,6 +13,7 @@ from typing import Any
 # The module of benchmarks/suites -> the line that --help has on it.
 COMMANDS = {
     "model": "whole Hugging Face models, eager and compiled, bf16 and NVFP4: the main benchmark",
+    "generate": "generate() as a user calls it: eager, with a static cache, and fast_generate",
     "gemm": "one NVFP4 expert GEMM, every kernel backend, beside bf16 and the roofline",
     "layer": "a Llama4MoE layer: eager, Thunder and torch.compile, bf16 and NVFP4",
     "linear": "dense layers, torch's linear in bf16 and NVFP4 (on a GPU also their configurations)",

@@ -54,6 +54,21 @@ def test_the_entry_lists_its_commands_and_imports_no_suite():
     assert "invalid choice: 'gem'" in run.stderr
 
 
+def test_generate_runs_end_to_end(tmp_path, monkeypatch, capsys):
+    pytest.importorskip("transformers")
+    tiny = {"qwen3_moe": ("Qwen3MoeConfig", dict(num_experts=4, moe_intermediate_size=32, head_dim=16))}
+    monkeypatch.setattr(models, "CONFIGS", tiny)
+    shape = ["--layers", "1", "--rounds", "1", "--new", "3", "--prompts", "4"]
+    columns = ["bf16 eager", "quantize_ fast", "quantize_ linears static"]
+    rows = main(["generate", "--device", "cpu", *shape, "--columns", ",".join(columns), "--output", str(tmp_path)])
+    content = json.loads((tmp_path / f"generate_{HERE}.json").read_text())
+    assert content["rows"] == json.loads(json.dumps(rows))
+    assert [row["column"] for row in rows] == columns
+    assert all(row["equal_tokens"] == 1.0 and row["tokens_per_second"] > 0 for row in rows)
+    assert (tmp_path / f"generate_{HERE}.png").exists()
+    assert "| quantize_ fast" in capsys.readouterr().out
+
+
 def test_load_runs_end_to_end(tmp_path, monkeypatch, capsys):
     pytest.importorskip("transformers")
 
