@@ -49,7 +49,7 @@ if TYPE_CHECKING:
     from thunder_moe.training import GroupedMLP, NVFP4GroupedMLP, ScaledSReLU, ScaledSwiGLU
     from thunder_moe.weight_cache import refresh_
 
-__version__ = "0.2.0"
+__version__ = "0.3.0"
 
 _HOMES = {
     "checkpoint": ("convert",),
