@@ -73,8 +73,12 @@ def fast_generate(
     Args:
         model: a decoder of transformers, quantized or not.
         input_ids: (B, P), padded on the left.
-        logits_processor, stopping_criteria, generation_config: as `generate` has prepared them.
-        synced_gpus, streamer, **model_kwargs: likewise.
+        logits_processor: as `generate` has prepared it, and so are the other arguments.
+        stopping_criteria: beside the maximum length, which `generation_config` has.
+        generation_config: with its special tokens as tensors.
+        synced_gpus: True is served by transformers' own loop.
+        streamer: receives the new tokens (B,) of each step, on the CPU.
+        **model_kwargs: attention_mask (B, P), position_ids (B, P), an empty cache.
 
     Returns:
         (B, P + new) token ids; after the end of a text, the padding token.
