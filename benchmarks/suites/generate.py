@@ -125,7 +125,7 @@ def _measure(model: Any, ids: Tensor, args: argparse.Namespace, loop: dict[str, 
 
 
 def _table(rows: Sequence[dict[str, Any]]) -> list[list[str]]:
-    """Return tokens per second, and in brackets the share of first tokens that are those of eager calls."""
+    """Return tokens per second, and in brackets the share of first tokens that equal the tokens of eager calls."""
     cells = list(dict.fromkeys((row["batch"], row["prompt"]) for row in rows))
     found = {(row["column"], row["batch"], row["prompt"]): row for row in rows}
     table = [["tokens per second (equal tokens; first call)", *(f"{texts} x {prompt}" for texts, prompt in cells)]]

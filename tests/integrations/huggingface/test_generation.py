@@ -120,6 +120,31 @@ def test_streamers(model):
     assert torch.equal(torch.cat(streamer.tokens), ours[0, PROMPT.shape[1] :])
 
 
+def test_a_streamer_that_generates(model):
+    """Its call is like the one that it is in, and has a cache of its own."""
+    other, inner = PROMPT[1:2].flip(1), []
+
+    class Generates(Streamer):
+        def put(self, value):
+            super().put(value)
+            if len(self.tokens) == 3:
+                inner.append(model.generate(other, max_new_tokens=8, do_sample=False, custom_generate=fast_generate))
+
+    generate = functools.partial(fast_generate, streamer=Generates())
+    ours = model.generate(PROMPT[1:2], max_new_tokens=8, do_sample=False, custom_generate=generate)
+    for made, prompt in ((ours, PROMPT[1:2]), (inner[0], other)):
+        assert torch.equal(made, model.generate(prompt, max_new_tokens=8, do_sample=False))
+
+
+def test_calls_in_and_out_of_inference_mode():
+    model = quantize_(tiny_model("qwen3_moe", torch.float32)).eval()
+    wanted = model.generate(PROMPT, max_new_tokens=4, do_sample=False)
+    for inference in (True, False, True):
+        with torch.inference_mode(inference):
+            ours = model.generate(PROMPT, max_new_tokens=4, do_sample=False, custom_generate=fast_generate)
+        assert torch.equal(ours, wanted)
+
+
 @pytest.mark.parametrize(
     ("options", "reason"),
     [

@@ -42,6 +42,7 @@ _MOST_STATES = 4  # caches and graphs that are kept for a model, for so many num
 _KNOWN_INPUTS = {"attention_mask", "position_ids", "past_key_values", "cache", "use_cache", "logits_to_keep"}
 
 
+@torch.inference_mode(False)  # the state is written by later calls, which may be in another mode
 @torch.no_grad()
 def fast_generate(
     model: Any,
@@ -174,11 +175,26 @@ class _Call:
     def run(
         self, input_ids: Tensor, choice: Choice, criteria: Any, streamer: Any, model_kwargs: dict[str, Any]
     ) -> Tensor:
-        new_tokens = self.config.max_length - input_ids.shape[1]
-        if new_tokens <= 0:
+        if self.config.max_length <= input_ids.shape[1]:
             return input_ids
+        texts, masked = len(input_ids), model_kwargs.get("attention_mask") is not None
+        backend, room = self._backend(), -(-self.config.max_length // _ROOM) * _ROOM
+        key = (texts, room, masked, self.model.dtype, self.model.device, repr(backend))
+        states = _STATES.setdefault(self.model, {})
+        # A streamer or a criterion may generate, too: it must not find the state of the call that it is in.
+        state = states.pop(key, None) or self._new_state(texts, room, masked, backend)
+        try:
+            return self._generate(state, input_ids, choice, criteria, streamer, model_kwargs)
+        finally:
+            states[key] = state  # the last ones are kept
+            for old in list(states)[:-_MOST_STATES]:
+                del states[old]
+
+    def _generate(
+        self, state: _State, input_ids: Tensor, choice: Choice, criteria: Any, streamer: Any, model_kwargs: Any
+    ) -> Tensor:
+        new_tokens = self.config.max_length - input_ids.shape[1]
         ids, mask = input_ids.to(self.model.device), model_kwargs.get("attention_mask")
-        state = self._state(input_ids.shape[0], -(-self.config.max_length // _ROOM) * _ROOM, mask is not None)
         self._reset(state, ids, mask, choice)
         stop = _Stop(criteria, input_ids, streamer, new_tokens, choice.pad, self.on_cuda)
         choice.take(self._prompt(state, ids, model_kwargs.get("position_ids")), state)
@@ -198,17 +214,6 @@ class _Call:
                 replay()
                 ended = stop.put(state.token)
         return torch.cat([input_ids, stop.finish().to(input_ids.device)], 1)
-
-    def _state(self, texts: int, room: int, masked: bool) -> _State:
-        """Return the state of calls of this kind, made by the first one."""
-        states = _STATES.setdefault(self.model, {})
-        backend = self._backend()
-        key = (texts, room, masked, self.model.dtype, self.model.device, repr(backend))
-        state = states.pop(key, None) or self._new_state(texts, room, masked, backend)
-        states[key] = state  # the last ones are kept
-        for old in list(states)[:-_MOST_STATES]:
-            del states[old]
-        return state
 
     def _backend(self) -> tuple[str, dict[str, Any] | None] | None:
         """Return the name and the options of the backend that compiles the step; None: it stays eager."""
