@@ -38,8 +38,8 @@ def step_of(name, attention, *, padded=False, texts=2, **options):
     return step, (ids[:, -1:], torch.full((texts, 1), 9)), prompt
 
 
-# What comes before the cache: norms of heads and a rotary embedding; an embedding; norms of whole rows and an embedding;
-# an embedding of complex numbers; heads of keys and values that differ in width.
+# What comes before the cache: norms of heads and a rotary embedding; an embedding; norms of whole rows and an
+# embedding; an embedding of complex numbers; heads of keys and values that differ in width.
 FUSED = {"qwen3_moe": True, "mixtral": True, "olmoe": True, "llama4": True, "deepseek_v3": False}
 
 

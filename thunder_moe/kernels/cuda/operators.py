@@ -23,7 +23,7 @@ from thunder_moe.formats.layouts import LINEAR
 from thunder_moe.formats.weight import WeightOperands
 from thunder_moe.kernels import chains
 from thunder_moe.kernels.arguments import DTYPE_CODES
-from thunder_moe.kernels.cuda import decode_attention, prefill, prepared, router
+from thunder_moe.kernels.cuda import decode_attention, direct, prefill, prepared, router
 from thunder_moe.kernels.cuda.chain import Address, ChainBuilder, launched
 from thunder_moe.kernels.cuda.configs import TILED, GemmConfig, choose_config
 from thunder_moe.kernels.cuda.linear import MAX_EXPERTS
@@ -298,6 +298,9 @@ def _gemm(
     addresses = [None if place is None else call.address(place) for place in positions]
 
     def append(out: Address | None = None, adapter: Adapter | None = None) -> Address:
+        if config is None and offsets is None and out is not None and direct.serves_mm(spec):
+            direct.append_mm(call.chain, spec, call.places[0], weight, addresses[3], out, prefetch=prefetch)
+            return out
         return prepared.append_gemm(
             call.chain, spec, plan, call.places[0], weight, *addresses, out=out, adapter=adapter, prefetch=prefetch
         )  # fmt: skip

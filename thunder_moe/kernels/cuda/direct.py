@@ -1,0 +1,68 @@
+"""Chooses the launch of src/tiled_direct.cu: a dense layer of up to 8 rows, without a pipeline.
+Called by operators.py beside it; calls chain.py.
+
+Legend: M rows, N output and K input features.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from thunder_moe.kernels.arguments import DTYPE_CODES
+from thunder_moe.kernels.cuda.arguments import GemmArguments
+from thunder_moe.kernels.cuda.chain import Address, ChainBuilder
+from thunder_moe.kernels.cuda.configs import COMMON, TILED
+from thunder_moe.kernels.specs import GemmSpec
+
+__all__ = ["append_mm", "serves_mm"]
+
+MOST_ROWS = 8
+# More columns take as long by the kernels with a pipeline. Decode step of Qwen3-30B-A3B, H100, us that a layer adds to
+# it, by clusters and without a pipeline: (5120, 2048) 6.6 and 5.4, (2048, 4096) 4.8 and 3.6, the head (151936, 2048) 62
+# and 63.
+_MOST_COLUMNS = 16384
+_MOST_WARPS = 16  # of a block
+_AHEAD = {"nvfp4": 8, "mxfp8": 4}  # blocks of 64 k of a warp
+
+
+def serves_mm(spec: GemmSpec) -> bool:
+    """True if the kernel without a pipeline is to run a dense layer."""
+    tiled = spec.weight.layout == TILED and spec.target.capability == (9, 0)
+    few = 0 < spec.rows <= MOST_ROWS and spec.num_experts == 1 and spec.activation is None
+    return tiled and few and 0 < spec.n <= _MOST_COLUMNS and _warps(spec) <= _MOST_WARPS
+
+
+def append_mm(
+    chain: ChainBuilder,
+    spec: GemmSpec,
+    x: Address,
+    weight: tuple[Address, Address, Address | None],
+    bias: Address | None,
+    out: Address,
+    *,
+    prefetch: bool,
+) -> None:
+    """Append a dense layer, (M, K) -> (M, N).
+
+    Args:
+        chain: the chain.
+        spec: the spec of the GEMM, which `serves_mm`.
+        x, weight, bias, out: operands and result.
+        prefetch: the kernel in front of this one does not write the weight.
+    """
+    ahead, warps = _AHEAD[spec.weight.format], _warps(spec)
+    fields = (
+        x, *weight, None, None, None, bias, out, None, None, None, spec.rows, 1, spec.n, spec.k, 1,
+        spec.weight.per_row_scale, 0, 0 if spec.bias is None else DTYPE_CODES[spec.bias], 1.0, -1.0, 0.0,
+        None, False, prefetch,
+    )  # fmt: skip
+    files = "ptx.cuh", f"{spec.weight.format}.cuh", "grouped_mm.cuh", "tiled_direct.cu"
+    sources = (COMMON, *(COMMON.with_name(name) for name in files))
+    name = f"mm_tiled_direct<{str(spec.dtype == torch.bfloat16).lower()}, {warps}, {ahead}>"
+    shared = warps * spec.rows * 2 * (64 * ahead + 8)
+    chain.launch(sources, name, 32 * warps, shared, spec.n // 16, GemmArguments, fields)
+
+
+def _warps(spec: GemmSpec) -> int:
+    """Return the warps that share K."""
+    return -(-spec.k // (64 * _AHEAD[spec.weight.format]))
