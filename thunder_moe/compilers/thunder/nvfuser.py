@@ -30,15 +30,14 @@ from thunder.executors.nvfuserex import nvfuser_version, nvfuserex  # noqa: E402
 from thunder_moe.compilers.thunder.symbols import nvfp4_grouped_mm, nvfp4_grouped_swiglu  # noqa: E402
 from thunder_moe.formats.layouts import LINEAR, SWIZZLED_128X4  # noqa: E402
 from thunder_moe.formats.nvfp4 import BLOCK_SIZE, E2M1_MAX, E4M3_MAX  # noqa: E402
-from thunder_moe.kernels.w4a4 import FLOAT_MAX, SMALLEST_AMAX  # noqa: E402
+from thunder_moe.kernels.w4a4 import SMALLEST_AMAX  # noqa: E402
 from thunder_moe.ops.operator import OPERATORS  # noqa: E402
 
 __all__ = ["LAYOUT", "is_listed", "is_plain", "refusal", "register"]
 
 LAYOUT = SWIZZLED_128X4  # of the weights' block scales
 SM100 = (10, 0)
-FIRST_VERSION = LooseVersion("0.2.34")  # the first with cutlass_nvfp4_grouped_mm and the swizzle of the rows' scales
-GROUPED_QUANTIZE_VERSION = LooseVersion("0.2.36")  # the first that quantizes and swizzles in one op
+FIRST_VERSION = LooseVersion("0.2.36")  # the first with nv_grouped_block_quantize
 K_MULTIPLE, N_MULTIPLE, MOST_EXPERTS = 64, 128, 1024
 
 
@@ -72,7 +71,7 @@ def refusal(symbol: Symbol, *args: Any, **kwargs: Any) -> str | None:
 
     - no argument but the operands, layout and activation_amax differs from its default;
     - everything on one CUDA device, of compute capability exactly 10.0, the only one that the kernel is built for;
-    - nvFuser 0.2.34 or newer;
+    - nvFuser 0.2.36 or newer;
     - layout "swizzled_128x4", fp4_weight float4_e2m1fn_x2 (nvFuser has no uint8), block scales e4m3;
     - activation bfloat16 or float16 (M, K), one float32 global scale per expert;
     - offsets (and blockscale_offsets, problem_sizes, where given) int32, which CUTLASS does not check;
@@ -273,18 +272,13 @@ class _Definition:
         """Return the rows as the kernel reads them: fp4 (M, K), e4m3 block scales swizzled and padded by expert, the
         0-d factor that decodes both, the experts' first rows, and the first rows of their scales (`places`, if given).
         """
-        a, (m, k), (starts, _) = self.get(proxy), proxy.shape, self.starts_and_rows(offsets)
+        a, (starts, _) = self.get(proxy), self.starts_and_rows(offsets)
         scale_starts = self.scale_starts(offsets) if places is None else self.get(places)
         encode = self._encode_scale(proxy, a, amax, offsets)
-        decode = self.fd.ops.reciprocal(encode)
-        if self._impl.nvfuser_version() >= GROUPED_QUANTIZE_VERSION:
-            fp4, scale = self.fd.ops.nv_grouped_block_quantize(
-                a, starts, scale_starts, encode, BLOCK_SIZE, self.types.Float4_e2m1fn
-            )
-        else:
-            fp4, scale = self._decomposed(a, m, k, encode, decode)
-            scale = self.fd.ops.preprocess_grouped_matmul_input_sf(scale, starts, scale_starts)
-        return fp4, scale, decode, starts, scale_starts
+        fp4, scale = self.fd.ops.nv_grouped_block_quantize(
+            a, starts, scale_starts, encode, BLOCK_SIZE, self.types.Float4_e2m1fn
+        )
+        return fp4, scale, self.fd.ops.reciprocal(encode), starts, scale_starts
 
     def _encode_scale(self, proxy: TensorProxy, a: Any, amax: float | None, offsets: TensorProxy) -> Any:
         """Return 2688 (0-d) over the largest magnitude of the experts' rows, or over the one from calibration."""
@@ -299,15 +293,3 @@ class _Definition:
         magnitudes = ops.where(ops.broadcast_in_dim(live, [m, k], [0]), magnitudes, self._float(0.0))
         largest = ops.max(magnitudes, [0, 1])
         return ops.div(self._float(E2M1_MAX * E4M3_MAX), ops.maximum(largest, self._float(SMALLEST_AMAX)))
-
-    def _decomposed(self, a: Any, m: int, k: int, encode: Any, decode: Any) -> tuple[Any, Any]:
-        """Compute nv_grouped_block_quantize op by op: (fp4 (M, K), e4m3 (M, K // 16))."""
-        ops, blocks = self.fd.ops, [m, k // BLOCK_SIZE, BLOCK_SIZE]
-        values = ops.reshape(ops.cast(a, self.types.Float), blocks)
-        largest = ops.div(ops.max(ops.abs(values), [2]), self._float(E2M1_MAX))
-        scale = ops.cast(ops.mul(largest, ops.broadcast_in_dim(encode, blocks[:2], [])), self.types.Float8_e4m3fn)
-        unit = ops.mul(ops.cast(scale, self.types.Float), ops.broadcast_in_dim(decode, blocks[:2], []))
-        factor = ops.minimum(ops.reciprocal(unit), self._float(FLOAT_MAX))
-        scaled = ops.mul(values, ops.broadcast_in_dim(factor, blocks, [0, 1]))
-        scaled = ops.clamp(scaled, self._float(-E2M1_MAX), self._float(E2M1_MAX))
-        return ops.cast(ops.reshape(scaled, [m, k]), self.types.Float4_e2m1fn), scale
