@@ -27,7 +27,7 @@ from thunder_moe import (
     rewrite_report,
     weight_cache,
 )
-from thunder_moe.compilers.thunder import compat
+from thunder_moe.compilers import thunder_compat
 from thunder_moe.compilers.thunder import nvfuser as route
 from thunder_moe.formats.nvfp4 import NVFP4Weight, quantize
 from thunder_moe.kernels import w4a4
@@ -335,7 +335,7 @@ def test_given_sizes_and_places_are_used(fusions, implementation):
 def test_direct_bindings_alone_serve_thunder(implementation, monkeypatch):
     """Thunder 0.2.6 takes one function from a package that wheels of 0.2.36 do not have."""
     monkeypatch.delitem(sys.modules, "nvfuser", raising=False)
-    compat.alias_nvfuser()
+    thunder_compat.alias_nvfuser()
     tensor = torch.empty(4, 64, 256).transpose(1, 2)
     implementation.compute_contiguity.cache_clear()
     contiguity, order = implementation.compute_contiguity(tensor.shape, tensor.stride())

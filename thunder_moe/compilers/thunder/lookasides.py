@@ -8,11 +8,7 @@ import types
 from collections.abc import Callable
 from typing import Any
 
-from thunder_moe.compilers.thunder.compat import import_thunder
-
-import_thunder()
-
-from thunder.core.interpreter import _interpret_call, wrap_const  # noqa: E402
+from thunder.core.interpreter import _interpret_call, wrap_const
 
 __all__ = ["same_code", "trace"]
 

@@ -14,24 +14,19 @@ import weakref
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
+import thunder.core.dtypes as dtypes
 import torch
+from looseversion import LooseVersion
+from thunder.core.devices import DeviceType
+from thunder.core.proxies import TensorProxy
+from thunder.core.symbol import Symbol
+from thunder.executors.nvfuserex import nvfuser_version, nvfuserex
 
-from thunder_moe.compilers.thunder.compat import import_thunder
-
-import_thunder()
-
-import thunder.core.dtypes as dtypes  # noqa: E402
-from looseversion import LooseVersion  # noqa: E402
-from thunder.core.devices import DeviceType  # noqa: E402
-from thunder.core.proxies import TensorProxy  # noqa: E402
-from thunder.core.symbol import Symbol  # noqa: E402
-from thunder.executors.nvfuserex import nvfuser_version, nvfuserex  # noqa: E402
-
-from thunder_moe.compilers.thunder.symbols import nvfp4_grouped_mm, nvfp4_grouped_swiglu  # noqa: E402
-from thunder_moe.formats.layouts import LINEAR, SWIZZLED_128X4  # noqa: E402
-from thunder_moe.formats.nvfp4 import BLOCK_SIZE, E2M1_MAX, E4M3_MAX  # noqa: E402
-from thunder_moe.kernels.w4a4 import SMALLEST_AMAX  # noqa: E402
-from thunder_moe.ops.operator import OPERATORS  # noqa: E402
+from thunder_moe.compilers.thunder.symbols import nvfp4_grouped_mm, nvfp4_grouped_swiglu
+from thunder_moe.formats.layouts import LINEAR, SWIZZLED_128X4
+from thunder_moe.formats.nvfp4 import BLOCK_SIZE, E2M1_MAX, E4M3_MAX
+from thunder_moe.kernels.w4a4 import SMALLEST_AMAX
+from thunder_moe.ops.operator import OPERATORS
 
 __all__ = ["LAYOUT", "is_listed", "is_plain", "refusal", "register"]
 

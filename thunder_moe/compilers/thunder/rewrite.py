@@ -13,33 +13,23 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import thunder.core.dtypes as dtypes
+import thunder.torch as ltorch
 import torch
+from thunder.core import prims
+from thunder.core.compile_data import get_compile_data, get_compile_option
+from thunder.core.devices import to_torch_device
+from thunder.core.proxies import ProxyTag, TensorProxy, variableify
+from thunder.core.symbol import BoundSymbol, Symbol
+from thunder.core.trace import TraceCtx, TraceProvenance, TraceTag, from_trace, get_tracectx, tracectx
+from thunder.core.transform_common import Transform
 
-from thunder_moe.compilers.thunder.compat import (
-    import_thunder,
-    refuse_changes_in_graphs,
-    refuse_delayed_changes,
-    without_gradient,
-)
-
-import_thunder()
-
-import thunder.core.dtypes as dtypes  # noqa: E402
-import thunder.torch as ltorch  # noqa: E402
-from thunder.core import prims  # noqa: E402
-from thunder.core.compile_data import get_compile_data, get_compile_option  # noqa: E402
-from thunder.core.devices import to_torch_device  # noqa: E402
-from thunder.core.proxies import ProxyTag, TensorProxy, variableify  # noqa: E402
-from thunder.core.symbol import BoundSymbol, Symbol  # noqa: E402
-from thunder.core.trace import TraceCtx, TraceProvenance, TraceTag, from_trace, get_tracectx, tracectx  # noqa: E402
-from thunder.core.transform_common import Transform  # noqa: E402
-
-from thunder_moe.compilers.eligibility import GroupedGemm, choosing_format, common_format, describe  # noqa: E402
-from thunder_moe.compilers.safety import is_hidden_training_forward  # noqa: E402
-from thunder_moe.compilers.swiglu import SwiGLU  # noqa: E402
-from thunder_moe.compilers.thunder import nvfuser  # noqa: E402
-from thunder_moe.compilers.thunder.routers import find_routers, fuse_router  # noqa: E402
-from thunder_moe.compilers.thunder.sites import (  # noqa: E402
+from thunder_moe.compilers.eligibility import GroupedGemm, choosing_format, common_format, describe
+from thunder_moe.compilers.safety import is_hidden_training_forward
+from thunder_moe.compilers.swiglu import SwiGLU
+from thunder_moe.compilers.thunder import nvfuser
+from thunder_moe.compilers.thunder.routers import find_routers, fuse_router
+from thunder_moe.compilers.thunder.sites import (
     Quantized,
     Site,
     find_quantized,
@@ -47,7 +37,7 @@ from thunder_moe.compilers.thunder.sites import (  # noqa: E402
     find_swiglu,
     trained_weights,
 )
-from thunder_moe.compilers.thunder.symbols import (  # noqa: E402
+from thunder_moe.compilers.thunder.symbols import (
     EXECUTOR,
     EXPERTS_LORA,
     OPTION,
@@ -61,15 +51,20 @@ from thunder_moe.compilers.thunder.symbols import (  # noqa: E402
     nvfp4_pack,
     nvfp4_swizzle,
 )
-from thunder_moe.compilers.thunder.trace import Computation, is_view, names_read  # noqa: E402
-from thunder_moe.compilers.thunder.training_symbols import (  # noqa: E402
+from thunder_moe.compilers.thunder.trace import Computation, is_view, names_read
+from thunder_moe.compilers.thunder.training_symbols import (
     activated_linear,
     gate_up_bias,
     grouped_bias,
     scaled_activation,
 )
-from thunder_moe.formats.block_format import BLOCK_FORMATS, NVFP4  # noqa: E402
-from thunder_moe.weight_cache import pad_rows, stacked_layout  # noqa: E402
+from thunder_moe.compilers.thunder_compat import (
+    refuse_changes_in_graphs,
+    refuse_delayed_changes,
+    without_gradient,
+)
+from thunder_moe.formats.block_format import BLOCK_FORMATS, NVFP4
+from thunder_moe.weight_cache import pad_rows, stacked_layout
 
 __all__ = ["NVFP4Rewrite"]
 

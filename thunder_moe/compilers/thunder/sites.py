@@ -9,30 +9,26 @@ from collections.abc import Hashable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from thunder_moe.compilers.thunder.compat import import_thunder
+import thunder.core.dtypes as dtypes
+from thunder.core.prims import PrimIDs
+from thunder.core.proxies import ProxyTag, TensorProxy
+from thunder.core.symbol import BoundSymbol
+from thunder.core.trace import TraceCtx
 
-import_thunder()
-
-import thunder.core.dtypes as dtypes  # noqa: E402
-from thunder.core.prims import PrimIDs  # noqa: E402
-from thunder.core.proxies import ProxyTag, TensorProxy  # noqa: E402
-from thunder.core.symbol import BoundSymbol  # noqa: E402
-from thunder.core.trace import TraceCtx  # noqa: E402
-
-from thunder_moe.compilers import swiglu  # noqa: E402
-from thunder_moe.compilers.eligibility import QUANTIZED, GroupedGemm, decline_reason, in_chosen_format  # noqa: E402
-from thunder_moe.compilers.safety import is_hidden_training_forward  # noqa: E402
-from thunder_moe.compilers.spellings import column_part  # noqa: E402
-from thunder_moe.compilers.swiglu import Gemm, SwiGLU  # noqa: E402
-from thunder_moe.compilers.thunder import nvfuser  # noqa: E402
-from thunder_moe.compilers.thunder.symbols import (  # noqa: E402
+from thunder_moe.compilers import swiglu
+from thunder_moe.compilers.eligibility import QUANTIZED, GroupedGemm, decline_reason, in_chosen_format
+from thunder_moe.compilers.safety import is_hidden_training_forward
+from thunder_moe.compilers.spellings import column_part
+from thunder_moe.compilers.swiglu import Gemm, SwiGLU
+from thunder_moe.compilers.thunder import nvfuser
+from thunder_moe.compilers.thunder.symbols import (
     EXPERTS_LORA,
     SYMBOLS,
     grouped_mm,
 )
-from thunder_moe.compilers.thunder.trace import ARGUMENTS, Computation, spelled  # noqa: E402
-from thunder_moe.compilers.thunder.training_symbols import activated_linear, grouped_bias, scaled_activation  # noqa: E402
-from thunder_moe.formats.block_format import BLOCK_FORMATS, NVFP4  # noqa: E402
+from thunder_moe.compilers.thunder.trace import ARGUMENTS, Computation, spelled
+from thunder_moe.compilers.thunder.training_symbols import activated_linear, grouped_bias, scaled_activation
+from thunder_moe.formats.block_format import BLOCK_FORMATS, NVFP4
 
 __all__ = ["Quantized", "Site", "find_quantized", "find_sites", "find_swiglu", "trained_weights"]
 

@@ -16,34 +16,29 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import thunder.core.dtypes as dtypes
 import torch
+from thunder.core.compile_data import get_compile_data
+from thunder.core.module import ThunderModule
+from thunder.core.prims import OpTags, get_grad, put_grad
+from thunder.core.proxies import TensorProxy
+from thunder.core.symbol import BoundSymbol, Symbol
 from torch import Tensor
 
-from thunder_moe.compilers.thunder.compat import import_thunder
-
-import_thunder()
-
-import thunder.core.dtypes as dtypes  # noqa: E402
-from thunder.core.compile_data import get_compile_data  # noqa: E402
-from thunder.core.module import ThunderModule  # noqa: E402
-from thunder.core.prims import OpTags, get_grad, put_grad  # noqa: E402
-from thunder.core.proxies import TensorProxy  # noqa: E402
-from thunder.core.symbol import BoundSymbol, Symbol  # noqa: E402
-
-from thunder_moe import __version__, weight_cache  # noqa: E402
-from thunder_moe.compilers.eligibility import Decision, GroupedGemm  # noqa: E402
-from thunder_moe.compilers.report import Others, record  # noqa: E402
-from thunder_moe.compilers.safety import is_hidden_training_forward  # noqa: E402
-from thunder_moe.compilers.thunder.late_lookasides import LateLookasides  # noqa: E402
-from thunder_moe.formats.block_format import BLOCK_FORMATS, NVFP4, BlockFormat  # noqa: E402
-from thunder_moe.formats.layouts import LINEAR, SWIZZLED_128X4, scale_shape  # noqa: E402
-from thunder_moe.kernels import trainable_grouped_mm  # noqa: E402
-from thunder_moe.ops import activation as _activation  # noqa: E402, F401  (registers the operators)
-from thunder_moe.ops import experts_lora as _experts_lora  # noqa: E402, F401  (likewise)
-from thunder_moe.ops import fake_quantize as _fake_quantize  # noqa: E402, F401  (likewise)
-from thunder_moe.ops import scaled_mm as _scaled_mm  # noqa: E402, F401  (likewise)
-from thunder_moe.ops.operator import OPERATORS, Operator, op_name_for  # noqa: E402
-from thunder_moe.weight_cache import pad_rows  # noqa: E402
+from thunder_moe import __version__, weight_cache
+from thunder_moe.compilers.eligibility import Decision, GroupedGemm
+from thunder_moe.compilers.report import Others, record
+from thunder_moe.compilers.safety import is_hidden_training_forward
+from thunder_moe.compilers.thunder.late_lookasides import LateLookasides
+from thunder_moe.formats.block_format import BLOCK_FORMATS, NVFP4, BlockFormat
+from thunder_moe.formats.layouts import LINEAR, SWIZZLED_128X4, scale_shape
+from thunder_moe.kernels import trainable_grouped_mm
+from thunder_moe.ops import activation as _activation  # noqa: F401  (registers the operators)
+from thunder_moe.ops import experts_lora as _experts_lora  # noqa: F401  (likewise)
+from thunder_moe.ops import fake_quantize as _fake_quantize  # noqa: F401  (likewise)
+from thunder_moe.ops import scaled_mm as _scaled_mm  # noqa: F401  (likewise)
+from thunder_moe.ops.operator import OPERATORS, Operator, op_name_for
+from thunder_moe.weight_cache import pad_rows
 
 __all__ = [
     "EXECUTOR",

@@ -1,5 +1,5 @@
 """thunderfx with moe_executor: dynamo's graph is rewritten as for any other compiler before Thunder splits it.
-Called by ThunderCompiler (compat.py puts `compile_graph` there) and by the torch.compile backend; calls
+Called by ThunderCompiler (thunder_compat.py puts `compile_graph` there) and by the torch.compile backend; calls
 dynamo/compiled_graph.py for the rewrite and Thunder's own ThunderCompiler for what it leaves.
 
 Thunder takes the operators of the rewritten graph by the executor's lookasides. What it does not take goes to inductor,
@@ -13,8 +13,10 @@ from collections.abc import Callable, Sequence
 from functools import cache, partial
 from typing import Any
 
+import thunder
 import torch
 import torch.nn.functional as F
+from thunder.extend import resolve_executors
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import _pytree as pytree
@@ -22,15 +24,9 @@ from torch.utils import _pytree as pytree
 from thunder_moe.compilers.dynamo import compiled_graph
 from thunder_moe.compilers.dynamo.nodes import value_of
 from thunder_moe.compilers.dynamo.scopes import copy_of
-from thunder_moe.compilers.thunder.compat import import_thunder, original_thunderfx
-
-import_thunder()
-
-import thunder  # noqa: E402
-from thunder.extend import resolve_executors  # noqa: E402
-
-from thunder_moe.compilers.thunder import nvfuser  # noqa: E402
-from thunder_moe.compilers.thunder.symbols import EXECUTOR, OPTION, decided_before  # noqa: E402
+from thunder_moe.compilers.thunder import nvfuser
+from thunder_moe.compilers.thunder.symbols import EXECUTOR, OPTION, decided_before
+from thunder_moe.compilers.thunder_compat import original_thunderfx
 
 __all__ = ["compile_graph", "compiler_with"]
 

@@ -11,24 +11,19 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any
 
+import thunder.core.dtypes as dtypes
+import thunder.torch as ltorch
 import torch
+from thunder.core.prims import OpTags, PrimIDs
+from thunder.core.proxies import Proxy, ProxyTag, TensorProxy
+from thunder.core.pytree import tree_iter
+from thunder.core.symbol import BoundSymbol, Symbol
+from thunder.core.trace import TraceCtx
 
-from thunder_moe.compilers.thunder.compat import import_thunder
-
-import_thunder()
-
-import thunder.core.dtypes as dtypes  # noqa: E402
-import thunder.torch as ltorch  # noqa: E402
-from thunder.core.prims import OpTags, PrimIDs  # noqa: E402
-from thunder.core.proxies import Proxy, ProxyTag, TensorProxy  # noqa: E402
-from thunder.core.pytree import tree_iter  # noqa: E402
-from thunder.core.symbol import BoundSymbol, Symbol  # noqa: E402
-from thunder.core.trace import TraceCtx  # noqa: E402
-
-from thunder_moe.compilers.eligibility import swaps_last_dims  # noqa: E402
-from thunder_moe.compilers.safety import Program, Step  # noqa: E402
-from thunder_moe.compilers.spellings import SYMBOLS, Spelling  # noqa: E402
-from thunder_moe.compilers.thunder.symbols import EXECUTOR  # noqa: E402
+from thunder_moe.compilers.eligibility import swaps_last_dims
+from thunder_moe.compilers.safety import Program, Step
+from thunder_moe.compilers.spellings import SYMBOLS, Spelling
+from thunder_moe.compilers.thunder.symbols import EXECUTOR
 
 __all__ = ["ARGUMENTS", "Computation", "is_view", "leaves", "names_read", "spelled"]
 
