@@ -28,7 +28,6 @@ from thunder_moe.formats.registry import FORMATS, find_format
 from thunder_moe.selection import require_signature
 
 __all__ = [
-    "EXPERTS",
     "QUANTIZED",
     "Decision",
     "Format",
@@ -195,17 +194,18 @@ def swaps_last_dims(weight: torch.Tensor, view: torch.Tensor) -> bool | None:
 # The report of one GEMM: (its names and sizes, "16-bit" or its format with or without " + swiglu", why).
 Decision = tuple[GroupedGemm, str, str]
 
-# The decision that a report shows for the operators of modules that `quantize_` has swapped in, by operator name.
-QUANTIZED = {
-    f"f16a_{format}weight_{stem}": f"{format}{fused}"
-    for format in BLOCK_FORMATS
-    for stem, fused in (("scaled_grouped_mm", ""), ("grouped_swiglu", " + swiglu"), ("grouped_mm_combine", ""))
-}
-# The operators of whole layers: the positions of gate_up and down among the arguments, and the decision on each.
-EXPERTS = {
-    f"f16a_{format}weight_moe_experts": ((3, f"{format} + swiglu"), (3 + len(known.fields), format))
-    for format, known in BLOCK_FORMATS.items()
-}
+# The operators with packed weights, by name: (position, decision) of each weight among the arguments. Reports show the
+# decision for modules that `quantize_` has swapped in.
+QUANTIZED: dict[str, tuple[tuple[int, str], ...]] = {}
+for _format, _known in BLOCK_FORMATS.items():
+    _fused, _down = f"{_format} + swiglu", 3 + len(_known.fields)
+    QUANTIZED |= {
+        f"f16a_{_format}weight_scaled_grouped_mm": ((1, _format),),
+        f"f16a_{_format}weight_grouped_swiglu": ((1, _fused),),
+        f"f16a_{_format}weight_grouped_mm_combine": ((1, _format),),
+        f"f16a_{_format}weight_moe_experts": ((3, _fused), (_down, _format)),
+        f"f16a_{_format}weight_moe_experts_lora": ((3, _format), (_down, _format)),
+    }
 
 
 def describe(

@@ -35,7 +35,7 @@ from thunder_moe.compilers.dynamo.replace import (
 from thunder_moe.compilers.dynamo.routers import find_routers, fuse_router, share_orders
 from thunder_moe.compilers.dynamo.scopes import Scope, attribute, scopes_of
 from thunder_moe.compilers.dynamo.sites import Site, Weights, find_sites, find_swiglu, quantized_gemm
-from thunder_moe.compilers.eligibility import EXPERTS, QUANTIZED, Decision, common_format, describe
+from thunder_moe.compilers.eligibility import QUANTIZED, Decision, common_format, describe
 from thunder_moe.compilers.report import Others
 from thunder_moe.compilers.swiglu import SwiGLU
 from thunder_moe.formats.block_format import BLOCK_FORMATS
@@ -45,14 +45,7 @@ from thunder_moe.weight_cache import stacked_layout
 __all__ = ["rewrite"]
 
 _OPS = torch.ops.thunder_moe
-# The positions of the weights among an operator's arguments, and the decision on each.
-_QUANTIZED: dict[Any, tuple[tuple[int, str], ...]] = {
-    getattr(_OPS, name).default: ((1, decision),) for name, decision in QUANTIZED.items()
-}
-_QUANTIZED |= {getattr(_OPS, name).default: decisions for name, decisions in EXPERTS.items()}
-for _format, _known in BLOCK_FORMATS.items():
-    _with_lora = getattr(_OPS, f"f16a_{_format}weight_moe_experts_lora").default
-    _QUANTIZED[_with_lora] = ((3, _format), (3 + len(_known.fields), _format))
+_QUANTIZED = {getattr(_OPS, name).default: decisions for name, decisions in QUANTIZED.items()}
 
 
 def rewrite(
@@ -74,10 +67,10 @@ def rewrite(
     root = scopes[0]
     packing = _Packing(root, weights, example_inputs)
     plans = [_plan(scope, weights) for scope in scopes]
-    quantized = [call for scope in scopes for call in _quantized_calls(scope)]
+    quantized = [found for scope in scopes for found in _quantized(scope, weights)]
     decisions = [decision for plan in plans for decision in plan.decisions]
-    decisions += [(quantized_gemm(node, weights, at), to, "quantized beforehand") for node, at, to in quantized]
-    told_by = _telling_weight(plans, quantized, weights)
+    decisions += [decision for _, decision in quantized]
+    told_by = _telling_weight(plans, [weight for weight, _ in quantized], weights)
     repeated = [
         found
         for scope in scopes
@@ -190,15 +183,12 @@ def _carry_out(plan: _Plan, packing: _Packing) -> None:
         replace_gathered_bmm(call, orders, *inputs_of(call))
 
 
-def _telling_weight(
-    plans: list[_Plan], quantized: list[tuple[fx.Node, int, str]], weights: Weights
-) -> int | Tensor | None:
+def _telling_weight(plans: list[_Plan], packed: list[fx.Node | None], weights: Weights) -> int | Tensor | None:
     """Return the first weight of a GEMM, else the first parameter or buffer: a position among the graph's inputs, or a
     tensor that it holds."""
     sites = [site.weight for plan in plans for site in plan.sites]
-    operands = [weights.sharing(value_of(node.args[position])) for node, position, _ in quantized]
     static = [node for node in weights.tensors if weights.is_static(node)]
-    node = next((node for node in (*sites, *operands, *static) if node is not None), None)
+    node = next((node for node in (*sites, *packed, *static) if node is not None), None)
     return None if node is None else weights.handle(node)
 
 
@@ -270,14 +260,13 @@ def _plan(scope: Scope, weights: Weights) -> _Plan:
     )
 
 
-def _quantized_calls(scope: Scope) -> list[tuple[fx.Node, int, str]]:
-    """Return (call, position of a weight among its arguments, decision on it) of the NVFP4 operators of modules that
-    quantize_ had swapped in already."""
-    found = []
+def _quantized(scope: Scope, weights: Weights) -> Iterator[tuple[fx.Node | None, Decision]]:
+    """Yield (weight, decision) of each packed weight of the modules that quantize_ had swapped in already."""
     for node in scope.graph.nodes:
         target = getattr(node.target, "default", node.target) if node.op == "call_function" else None
-        found += [(node, position, decision) for position, decision in _QUANTIZED.get(target, ())]
-    return found
+        for position, to in _QUANTIZED.get(target, ()):
+            gemm = quantized_gemm(node, weights, position)
+            yield weights.sharing(value_of(node.args[position])), (gemm, to, "quantized beforehand")
 
 
 def _trains(site: Site) -> bool:

@@ -31,7 +31,7 @@ from thunder_moe.compilers.dynamo.nodes import (
 )
 from thunder_moe.compilers.dynamo.replace import erase
 from thunder_moe.compilers.dynamo.scopes import Scope
-from thunder_moe.compilers.eligibility import EXPERTS
+from thunder_moe.compilers.eligibility import QUANTIZED
 from thunder_moe.compilers.report import RouterEntry
 from thunder_moe.compilers.routers import RouterMatch, match_router, reason_against_kernels
 from thunder_moe.compilers.safety import Program
@@ -43,8 +43,14 @@ from thunder_moe.ops.router import moe_router  # noqa: F401  (registers the oper
 __all__ = ["Router", "find_routers", "fuse_router", "share_orders"]
 
 _OPS = torch.ops.thunder_moe
-_ROUTE, _ROUTER = ({operation, operation.default} for operation in (_OPS.moe_route, _OPS.moe_router))
-_EXPERTS = {each for name in EXPERTS for operation in (getattr(_OPS, name),) for each in (operation, operation.default)}
+
+
+def _targets(*names: str) -> set[Any]:
+    return {target for name in names for target in (getattr(_OPS, name), getattr(_OPS, name).default)}
+
+
+_ROUTE, _ROUTER = _targets("moe_route"), _targets("moe_router")
+_EXPERTS = _targets(*(name for name in QUANTIZED if name.endswith("moe_experts")))
 
 
 class _Graph:

@@ -35,11 +35,11 @@ from thunder_moe.compilers.thunder.sites import (
     find_quantized,
     find_sites,
     find_swiglu,
+    linear_buffers,
     trained_weights,
 )
 from thunder_moe.compilers.thunder.symbols import (
     EXECUTOR,
-    EXPERTS_LORA,
     OPTION,
     SYMBOLS,
     check_grad_mode,
@@ -105,7 +105,7 @@ class NVFP4Rewrite(Transform):
                 replacements[id(computation.bound_symbols[replaced[-1]])] = new
                 routes |= {id(site): route for site in (call.sites if isinstance(call, SwiGLU) else (call,))}
             for quantized in before:
-                new, routes[id(quantized)] = _replace_quantized(packs, quantized)
+                new, routes[id(quantized)] = _replace_quantized(packs, quantized, computation)
                 replacements |= {id(quantized.bsym): new} if new else {}
             for site in sites:
                 if site.reason is not None and site.bsym is computation.bound_symbols[site.position]:
@@ -254,17 +254,18 @@ def _saved(computation: Computation, site: Site, *operands: TensorProxy) -> tupl
     return saved, clones
 
 
-def _replace_quantized(packs: dict[tuple[Any, ...], _PackStep], quantized: Quantized) -> tuple[list[BoundSymbol], str]:
+def _replace_quantized(
+    packs: dict[tuple[Any, ...], _PackStep], quantized: Quantized, computation: Computation
+) -> tuple[list[BoundSymbol], str]:
     """Replace a call whose weight is in NVFP4 already by nvFuser's; leave it unchanged if nvFuser declines."""
-    bsym = quantized.bsym
-    with_lora = bsym.sym.id == EXPERTS_LORA[NVFP4.name].id
-    listed = nvfuser.is_listed(get_compile_data().executors_list)
-    if not listed or with_lora or quantized.gemm.format != NVFP4.name:
+    bsym, listed = quantized.bsym, nvfuser.is_listed(get_compile_data().executors_list)
+    if not listed or bsym.sym not in SYMBOLS[NVFP4.name].values():
         return [], ""
-    if quantized.tensors is None:
+    buffers = linear_buffers(computation, bsym)
+    if buffers is None:
         return [], _route(nvfuser.refusal(bsym.sym, *bsym.args, **bsym.kwargs))
     parts = 2 if bsym.sym.id == nvfp4_grouped_swiglu.id else 1
-    swizzled = _PackStep(nvfp4_swizzle, quantized.tensors, dict(parts=parts))
+    swizzled = _PackStep(nvfp4_swizzle, buffers, dict(parts=parts))
     return _by_nvfuser(packs, swizzled, bsym.sym, bsym.args[0], bsym.args[4], bsym.output, quantized.gemm)
 
 

@@ -42,7 +42,6 @@ from thunder_moe.weight_cache import pad_rows
 
 __all__ = [
     "EXECUTOR",
-    "EXPERTS_LORA",
     "OPERATOR_SYMBOLS",
     "OPTION",
     "SYMBOLS",
@@ -231,7 +230,6 @@ SYMBOLS = {
     format.name: {stem: OPERATOR_SYMBOLS[op_name_for(f"f16a_nvfp4weight_{stem}", format)] for stem in _STEMS}
     for format in BLOCK_FORMATS.values()
 }
-EXPERTS_LORA = {format: OPERATOR_SYMBOLS[f"f16a_{format}weight_moe_experts_lora"] for format in BLOCK_FORMATS}
 
 
 def moe_experts(format: str) -> Callable[..., TensorProxy]:
