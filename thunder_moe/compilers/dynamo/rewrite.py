@@ -85,7 +85,8 @@ def rewrite(
     seen = (scope.after_rewrite() if plan.routed else scope for scope, plan in zip(scopes, plans, strict=True))
     routers = [found for scope in seen for found in find_routers(scope)]
     for plan in plans:
-        _carry_out(plan, packing)
+        for put, calls in plan.replacements:
+            put(*packing.inputs_of(*calls))
     for found in repeated:
         if found.entry.decision == "grouped":
             replace_node(found.scope, found.node, group_heads(found))
@@ -112,12 +113,11 @@ class _Packing:
         self.packs: dict[tuple[Any, ...], WeightInput] = {}
 
     def inputs_of(self, *calls: Site | SwiGLU) -> list[WeightInput]:
-        """Return the packed weight of each call; the calls become one operator."""
-        common_format(*(site.gemm for call in calls for site in _sites_of(call)))
+        """Return the packed weight of each call."""
         return [self._inputs_of(call) for call in calls]
 
     def _inputs_of(self, call: Site | SwiGLU) -> WeightInput:
-        sites, interleaved = _sites_of(call), call.interleaved if isinstance(call, SwiGLU) else 0
+        sites, interleaved = (call.sites, call.interleaved) if isinstance(call, SwiGLU) else ((call,), 0)
         nodes = [site.weight for site in sites if site.weight is not None]
         transposed, format = sites[0].transposed, common_format(*(site.gemm for site in sites))
         key = (transposed, interleaved, *nodes)
@@ -158,31 +158,6 @@ class _Packing:
         )
 
 
-def _sites_of(call: Site | SwiGLU) -> tuple[Site, ...]:
-    return call.sites if isinstance(call, SwiGLU) else (call,)
-
-
-def _carry_out(plan: _Plan, packing: _Packing) -> None:
-    """Replace what was found in one graph, but for `routed`."""
-
-    def inputs_of(call: Site | SwiGLU) -> list[WeightInput]:
-        down = call.down if isinstance(call, SwiGLU) else None
-        return [packed for each in (call, down) if each is not None for packed in packing.inputs_of(each)]
-
-    for site in plan.to_train:
-        take_our_gradient(site)
-    for call in plan.calls:
-        if isinstance(call, Site):
-            replace_gemm(call, *inputs_of(call))
-        else:
-            replace_swiglu(call, *inputs_of(call))
-    for layer in plan.whole:
-        replace_fused_moe(layer, *packing.inputs_of(layer.first, layer.down))
-    orders: dict[fx.Node, list[fx.Node]] = {}
-    for call in plan.selected:
-        replace_gathered_bmm(call, orders, *inputs_of(call))
-
-
 def _telling_weight(plans: list[_Plan], packed: list[fx.Node | None], weights: Weights) -> int | Tensor | None:
     """Return the first weight of a GEMM, else the first parameter or buffer: a position among the graph's inputs, or a
     tensor that it holds."""
@@ -201,20 +176,17 @@ def _scopes_and_weights(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> tu
 
 @dataclass(frozen=True)
 class _Plan:
-    """The decisions on one graph: `calls`, `whole`, `routed` and `selected` are rewritten, `to_train` get our
-    gradient."""
+    """The decisions on one graph. Each of `replacements` is a function that changes the graph, and the calls whose packed
+    weights it takes; `routed` are replaced before."""
 
     sites: list[Site]
-    calls: list[Site | SwiGLU]
-    whole: list[FusedMoE]
     routed: list[AllExpertsBmm]
-    selected: list[Site | SwiGLU]
-    to_train: list[Site]
+    replacements: list[tuple[Callable[..., None], tuple[Site | SwiGLU, ...]]]
     decisions: list[Decision]
 
     @property
     def rewrites(self) -> bool:
-        return bool(self.calls or self.whole or self.routed or self.selected)
+        return bool(self.routed or any(calls for _, calls in self.replacements))
 
 
 def _plan(scope: Scope, weights: Weights) -> _Plan:
@@ -223,16 +195,27 @@ def _plan(scope: Scope, weights: Weights) -> _Plan:
     swiglus = find_swiglu(scope, eligible)
     blocks = [block for block in swiglus if block.reason is None]
     unfused = {site: block.reason for block in swiglus for site in block.sites}
-    fused = {site for block in blocks for site in block.sites}
-    downs = {block.down for block in blocks if block.down is not None}
     dense = find_all_experts_bmm(scope, weights)
+    routed = [block for block in dense if block.routing is not None]
     whole = find_fused_moe(scope, blocks, eligible)
     around, selected, products = find_gathered_bmm(scope, weights)
-    layers = {block: layer for block in around if (layer := fused_moe_of_gathered_bmm(scope, block)) is not None}
-    whole += layers.values()
-    in_layers = {site for layer in whole for site in (*layer.first.sites, layer.down)}
-    routed = [block for block in dense if block.routing is not None]
-    in_layers |= {site for block in routed if block.keeps_width for site in block.sites}
+    gathered = {block: layer for block in around if (layer := fused_moe_of_gathered_bmm(scope, block)) is not None}
+    whole += gathered.values()
+    layers = [*((*layer.first.sites, layer.down) for layer in whole), *(block.sites for block in routed)]
+    for layer in layers:
+        common_format(*(site.gemm for site in layer))
+    in_layers = {site for layer in layers for site in layer}
+    replacements: list[tuple[Callable[..., None], tuple[Site | SwiGLU, ...]]] = []
+    replacements += [(partial(take_our_gradient, site), ()) for site in sites if site.reason is not None and _trains(site)]
+    blocks = [block for block in blocks if block.sites[0] not in in_layers]
+    replacements += [(partial(replace_swiglu, block), _packed_by(block)) for block in blocks]
+    fused = {site for block in blocks for site in (*block.sites, block.down)}
+    alone = [site for site in eligible if site not in fused | in_layers]
+    replacements += [(partial(replace_gemm, site), (site,)) for site in alone]
+    replacements += [(partial(replace_fused_moe, layer), (layer.first, layer.down)) for layer in whole]
+    put = partial(replace_gathered_bmm, dict[fx.Node, list[fx.Node]]())
+    calls = [*(block for block in around if block not in gathered), *selected]
+    replacements += [(partial(put, call), _packed_by(call)) for call in calls]
 
     def decision(site: Site, reason: str | None, *, is_fused: bool) -> Decision:
         requires_grad = site.weight is not None and weights.tensors[site.weight].requires_grad
@@ -241,23 +224,16 @@ def _plan(scope: Scope, weights: Weights) -> _Plan:
             whole=site in in_layers,
         )  # fmt: skip
 
-    decisions = [decision(site, site.reason, is_fused=site in fused) for site in sites]
+    first = {site for block in (*swiglus, *around) if block.reason is None for site in block.sites}
+    decisions = [decision(site, site.reason, is_fused=site in first) for site in (*sites, *products)]
     for block in dense:
         decisions += [decision(site, block.reason, is_fused=site is not block.sites[-1]) for site in block.sites]
-    fused_products = {block.sites[0] for block in around}
-    decisions += [decision(site, site.reason, is_fused=site in fused_products) for site in products]
-    return _Plan(
-        [*sites, *products, *(site for block in dense for site in block.sites)],
-        [
-            *(block for block in blocks if block.sites[0] not in in_layers),
-            *(site for site in eligible if site not in fused | downs | in_layers),
-        ],
-        whole,
-        routed,
-        [*(block for block in around if block not in layers), *selected],
-        [site for site in sites if site.reason is not None and _trains(site)],
-        decisions,
-    )
+    return _Plan([*sites, *products, *(site for block in dense for site in block.sites)], routed, replacements, decisions)
+
+
+def _packed_by(call: Site | SwiGLU) -> tuple[Site | SwiGLU, ...]:
+    """Return the parts of a call that have a packed weight each."""
+    return (call, call.down) if isinstance(call, SwiGLU) and call.down is not None else (call,)
 
 
 def _quantized(scope: Scope, weights: Weights) -> Iterator[tuple[fx.Node | None, Decision]]:
