@@ -74,11 +74,6 @@ class AllExpertsBmm:
     routing: Routing | None
     reason: str | None
 
-    @property
-    def keeps_width(self) -> bool:
-        """True if the experts give as many features as tokens have."""
-        return self.sites[0].gemm.in_features == self.sites[-1].gemm.out_features
-
 
 def find_all_experts_bmm(scope: Scope, weights: Weights) -> list[AllExpertsBmm]:
     """Return all batched GEMMs whose weight is a parameter or buffer, in a graph as dynamo gives it to a backend."""
@@ -114,6 +109,9 @@ def find_all_experts_bmm(scope: Scope, weights: Weights) -> list[AllExpertsBmm]:
 
 def _routing(first: Site, second: Site, swiglu: frozenset[fx.Node]) -> Routing:
     experts, hidden, nodes = first.gemm.experts, first.gemm.in_features, {second.node, *swiglu}
+    require(
+        second.gemm.out_features == hidden, f"its results have {second.gemm.out_features} columns, its rows {hidden}"
+    )
     total, inner = _sum_over_experts(second, nodes)
     for node in inner:
         require(set(node.users) <= inner | {total}, f"{node.name} is read elsewhere")

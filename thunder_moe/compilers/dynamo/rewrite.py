@@ -8,8 +8,9 @@ experts, GEMMs that train by the operator whose gradient accepts any strides -> 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from torch import Tensor, fx
 from thunder_moe.compilers.dynamo.all_experts_bmm_pattern import AllExpertsBmm, find_all_experts_bmm
 from thunder_moe.compilers.dynamo.attention import find_repeated_attention, group_heads
 from thunder_moe.compilers.dynamo.expert_ids import remove_noop_masks
-from thunder_moe.compilers.dynamo.fused_moe_pattern import FusedMoE, find_fused_moe, fused_moe_of_gathered_bmm
+from thunder_moe.compilers.dynamo.fused_moe_pattern import find_fused_moe, fused_moe_of_gathered_bmm
 from thunder_moe.compilers.dynamo.gathered_bmm_pattern import find_gathered_bmm
 from thunder_moe.compilers.dynamo.inputs import Rewritten, WeightInput, memory_of_inputs
 from thunder_moe.compilers.dynamo.nodes import value_of
@@ -174,14 +175,17 @@ def _scopes_and_weights(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> tu
     return scopes, Weights(scopes, {node: value for node, value in tensors.items() if isinstance(value, Tensor)})
 
 
+# Changes a graph, given the packed weights of some calls.
+_Replacement = tuple[Callable[..., None], tuple[Site | SwiGLU, ...]]
+
+
 @dataclass(frozen=True)
 class _Plan:
-    """The decisions on one graph. Each of `replacements` is a function that changes the graph, and the calls whose packed
-    weights it takes; `routed` are replaced before."""
+    """The decisions on one graph; `routed` are replaced before the others."""
 
     sites: list[Site]
     routed: list[AllExpertsBmm]
-    replacements: list[tuple[Callable[..., None], tuple[Site | SwiGLU, ...]]]
+    replacements: list[_Replacement]
     decisions: list[Decision]
 
     @property
@@ -199,23 +203,25 @@ def _plan(scope: Scope, weights: Weights) -> _Plan:
     routed = [block for block in dense if block.routing is not None]
     whole = find_fused_moe(scope, blocks, eligible)
     around, selected, products = find_gathered_bmm(scope, weights)
-    gathered = {block: layer for block in around if (layer := fused_moe_of_gathered_bmm(scope, block)) is not None}
-    whole += gathered.values()
+    gathered = {block: fused_moe_of_gathered_bmm(scope, block) for block in around}
+    whole += [layer for layer in gathered.values() if layer is not None]
     layers = [*((*layer.first.sites, layer.down) for layer in whole), *(block.sites for block in routed)]
-    for layer in layers:
-        common_format(*(site.gemm for site in layer))
-    in_layers = {site for layer in layers for site in layer}
-    replacements: list[tuple[Callable[..., None], tuple[Site | SwiGLU, ...]]] = []
-    replacements += [(partial(take_our_gradient, site), ()) for site in sites if site.reason is not None and _trains(site)]
+    for experts in layers:
+        common_format(*(site.gemm for site in experts))
+    in_layers = {site for experts in layers for site in experts}
+    trained = [site for site in sites if site.reason is not None and _trains(site)]
     blocks = [block for block in blocks if block.sites[0] not in in_layers]
-    replacements += [(partial(replace_swiglu, block), _packed_by(block)) for block in blocks]
     fused = {site for block in blocks for site in (*block.sites, block.down)}
     alone = [site for site in eligible if site not in fused | in_layers]
-    replacements += [(partial(replace_gemm, site), (site,)) for site in alone]
-    replacements += [(partial(replace_fused_moe, layer), (layer.first, layer.down)) for layer in whole]
-    put = partial(replace_gathered_bmm, dict[fx.Node, list[fx.Node]]())
-    calls = [*(block for block in around if block not in gathered), *selected]
-    replacements += [(partial(put, call), _packed_by(call)) for call in calls]
+    orders: dict[fx.Node, list[fx.Node]] = {}
+    replacements: list[_Replacement] = [
+        *((partial(take_our_gradient, site), ()) for site in trained),
+        *((partial(replace_swiglu, block), _packed_by(block)) for block in blocks),
+        *((partial(replace_gemm, site), (site,)) for site in alone),
+        *((partial(replace_fused_moe, layer), (layer.first, layer.down)) for layer in whole),
+        *((partial(replace_gathered_bmm, orders, block), _packed_by(block)) for block in around if not gathered[block]),
+        *((partial(replace_gathered_bmm, orders, site), (site,)) for site in selected),
+    ]
 
     def decision(site: Site, reason: str | None, *, is_fused: bool) -> Decision:
         requires_grad = site.weight is not None and weights.tensors[site.weight].requires_grad
@@ -225,10 +231,12 @@ def _plan(scope: Scope, weights: Weights) -> _Plan:
         )  # fmt: skip
 
     first = {site for block in (*swiglus, *around) if block.reason is None for site in block.sites}
-    decisions = [decision(site, site.reason, is_fused=site in first) for site in (*sites, *products)]
+    decisions = [decision(site, site.reason, is_fused=site in first) for site in sites]
     for block in dense:
         decisions += [decision(site, block.reason, is_fused=site is not block.sites[-1]) for site in block.sites]
-    return _Plan([*sites, *products, *(site for block in dense for site in block.sites)], routed, replacements, decisions)
+    decisions += [decision(site, site.reason, is_fused=site in first) for site in products]
+    sites += [*products, *(site for block in dense for site in block.sites)]
+    return _Plan(sites, routed, replacements, decisions)
 
 
 def _packed_by(call: Site | SwiGLU) -> tuple[Site | SwiGLU, ...]:
