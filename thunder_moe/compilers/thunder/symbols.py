@@ -29,7 +29,7 @@ from thunder_moe import __version__, weight_cache
 from thunder_moe.compilers.eligibility import Decision, GroupedGemm
 from thunder_moe.compilers.report import Others, record
 from thunder_moe.compilers.safety import is_hidden_training_forward
-from thunder_moe.compilers.thunder.late_lookasides import LateLookasides
+from thunder_moe.compilers.thunder.lookasides import LateLookasides
 from thunder_moe.formats.block_format import BLOCK_FORMATS, NVFP4, BlockFormat
 from thunder_moe.formats.layouts import LINEAR, SWIZZLED_128X4, scale_shape
 from thunder_moe.kernels import trainable_grouped_mm
