@@ -1,5 +1,5 @@
 """Recognizes routers written in torch's operations: the `moe_router` that computes what they do.
-Called by dynamo/routers.py and thunder/routers.py, each with its program as a `RouterGraph`; reads the kernels' limits.
+Called by dynamo/routers.py and thunder/routers.py, each with its program as a `RouterGraph`; asks the kernels for limits.
 
     scores = softmax(logits) or sigmoid(logits)
     choice = scores [+ bias]                                  of the top_groups best groups of experts alone:
@@ -23,8 +23,9 @@ import torch
 
 from thunder_moe.compilers.report import RouterEntry
 from thunder_moe.compilers.spellings import MismatchError, Operations, require
-from thunder_moe.kernels.cuda.router import MAX_EXPERTS, MAX_GROUPS, MAX_TOP_K
+from thunder_moe.kernels.cuda.router import unserved_reason
 from thunder_moe.ops.checks import ACTIVATION_DTYPES as _DTYPES
+from thunder_moe.routing import RouterConfig
 
 __all__ = ["RouterGraph", "RouterMatch", "match_router", "reason_against_kernels"]
 
@@ -72,12 +73,16 @@ class RouterMatch:
     options: dict[str, Any] = field(default_factory=dict)
 
     @property
+    def form(self) -> RouterConfig:
+        """Return the options, with the defaults of others."""
+        return RouterConfig(**self.options)
+
+    @property
     def summary(self) -> str:
         """Return what the report says of it."""
-        bias = "" if self.bias is None else ", bias"
-        kept, groups = self.options.get("top_groups", 1), self.options.get("num_groups", 1)
-        grouped = f", {kept} of {groups} groups" if groups > 1 else ""
-        return f"{self.options['score']}{bias}{grouped} and top-k in one operator"
+        form, bias = self.form, "" if self.bias is None else ", bias"
+        grouped = f", {form.top_groups} of {form.num_groups} groups" if form.grouped else ""
+        return f"{form.score}{bias}{grouped} and top-k in one operator"
 
     def entry(self, graph: RouterGraph, reason: str | None, where: str | None = None) -> RouterEntry:
         """Return the decision for the report; `reason` says why the router is not rewritten, None if it is."""
@@ -97,24 +102,18 @@ def match_router(graph: RouterGraph, top_k: Any) -> RouterMatch | None:
 
 def reason_against_kernels(graph: RouterGraph, match: RouterMatch) -> str | None:
     """Return why no kernel runs a router; None if one does."""
-    logits, scores, options = graph.example(match.logits), graph.example(match.scores), match.options
+    logits, scores, form = graph.example(match.logits), graph.example(match.scores), match.form
     if logits.dtype not in _DTYPES or logits.device.type not in ("cpu", "cuda"):
         return "its logits are no tensor of 16 or 32 bits on a CPU or CUDA device"
     if scores.dtype not in _DTYPES:
         return f"its scores are {scores.dtype}"
     if match.bias is not None and graph.example(match.bias).device != logits.device:
         return "its bias is on another device"
-    experts, top_k = logits.shape[1], options["top_k"]
-    groups, kept = options.get("num_groups", 1), options.get("top_groups", 1)
-    if experts > MAX_EXPERTS or top_k > MAX_TOP_K:
-        return f"it chooses {top_k} of {experts}; the kernels, up to {MAX_TOP_K} of {MAX_EXPERTS}"
-    if groups > MAX_GROUPS:
-        return f"it has {groups} groups; the kernels, up to {MAX_GROUPS}"
-    if not 1 <= kept <= groups:
-        return f"it takes {kept} of {groups} groups"
-    if not 1 <= top_k <= experts // groups * kept:
-        return f"it chooses {top_k} of {experts // groups * kept}"
-    return None
+    kept = logits.shape[1] // form.num_groups * form.top_groups
+    if form.top_k > kept:
+        return f"it chooses {form.top_k} of the {kept} experts of its groups"
+    reason = unserved_reason(logits.shape[1], form)
+    return None if reason is None else f"no kernel serves {reason}"
 
 
 def _is_number(value: Any) -> bool:
