@@ -93,20 +93,14 @@ def _runner(
             that the graph changes and that shares its memory with a packed weight, or with another input where it did
             not before; and where a weight holds NaN or Inf. None if no weight is packed.
     """
-
-    trained, writes = (
-        bool(rewritten.trained),
-        bool(rewritten.written),
-    )  # at every call: 0.1 us for a look or a call
+    trained, writes = bool(rewritten.trained), bool(rewritten.written)  # a look at either takes 0.1 us of a call
 
     def run(*given: Any) -> Any:
         hidden = is_hidden_training_forward()
         reason = None
         if in_16_bit is not None:
             trains = hidden or torch.is_grad_enabled() or rewritten.enables_grad
-            thawed = rewritten.thawed(given) if trains else None
-            if thawed:
-                rewritten.declare_thawed(thawed)
+            thawed = trains and rewritten.thawed(given)
             shares = writes and rewritten.writes_read(given)
             if shares:
                 warn_once("shared", f"{_SHARED}: such calls run in 16 bits")

@@ -131,30 +131,27 @@ class Rewritten:
         weights = (weight for pack in self.packs for weight in _given(pack.weights, given))
         return any(not written.isdisjoint(owners.get(weight.untyped_storage()._cdata, ())) for weight in weights)
 
-    def thawed(self, given: Sequence[Any]) -> list[Tensor]:
-        """Return the packed weights that were frozen and require a gradient now. Dynamo before torch 2.13 does not
-        check parameters again while their module keeps them."""
-        return [weight for weight in _given(self.frozen, given) if weight.requires_grad]
+    def thawed(self, given: Sequence[Any]) -> bool:
+        """True if packed weights that were frozen require a gradient now: then it tells the user and the cache. Dynamo
+        before torch 2.13 does not check parameters again while their module keeps them."""
+        weights = [weight for weight in _given(self.frozen, given) if weight.requires_grad]
+        if weights:
+            warn_once(
+                "thawed",
+                "a weight that was frozen when its graph was compiled requires a gradient now, and this torch does not"
+                " compile the graph again: it runs in 16 bits; torch._dynamo.reset() has it compiled anew",
+            )
+            weight_cache.changed(*weights)
+        return bool(weights)
 
-    def declare_thawed(self, weights: list[Tensor]) -> None:
-        """Tell the user and the cache of these weights."""
-        warn_once(
-            "thawed",
-            "a weight that was frozen when its graph was compiled requires a gradient now, and this torch does not"
-            " compile the graph again: it runs in 16 bits; torch._dynamo.reset() has it compiled anew",
-        )
-        weight_cache.changed(*weights)
-
-    def declare_trained(self, given: Sequence[Any], *, hidden: bool = False) -> None:
+    def declare_trained(self, given: Sequence[Any], *, hidden: bool) -> None:
         """Tell the weight cache that weights may change after this forward.
 
         Args:
             given: inputs of dynamo's graph.
             hidden: the value of `safety.is_hidden_training_forward`.
         """
-        weights = self.watched if hidden else self.trained
-        if weights:
-            weight_cache.changed(*_given(weights, given))
+        weight_cache.changed(*_given(self.watched if hidden else self.trained, given))
 
 
 def _storages_of(value: Any) -> Collection[int]:
