@@ -230,9 +230,7 @@ class Graph:
     def counted(self, told_by: int | torch.Tensor | None, run: Callable[..., Any]) -> Callable[..., Any]:
         """Return the callable of the graph, which counts its calls from now on. 0.15 us (Zen 5).
 
-        Args:
-            told_by: the position of a weight among the inputs, a weight that the graph holds, or None: it has none.
-            run: the callable of the graph.
+        `told_by` is the position of a weight among the inputs, a weight that the graph holds, or None without one.
         """
         if isinstance(told_by, int):
             self.told_by = told_by
@@ -282,13 +280,10 @@ def record(
     frame: tuple[str, int] | None = None,
     others: Sequence[Others] = (),
 ) -> Graph:
-    """Keep what was decided on a graph's (gemm, decision, reason); warn while nothing at all was rewritten.
+    """Keep what was decided on the grouped GEMMs of an owner's graph, and on others; warn while nothing was rewritten.
 
-    Args:
-        owner: the owner of the compiled function (see _GRAPHS); None if it is unknown.
-        decisions: (gemm, decision, reason) of each grouped GEMM of the graph.
-        frame: file and line of the code that the graph was traced from, where graphs can be shared by functions.
-        others: what was decided on the graph's attention and routers.
+    The owner (see _GRAPHS) is None if it is unknown. `frame` is the line that a graph which functions may share was
+    traced from.
     """
     graphs = _graphs_of(owner)
     entries = [RewriteEntry(0, *decision) for decision in decisions]

@@ -1,5 +1,5 @@
 """Recognizes routers written in torch's operations: the `moe_router` that computes what they do.
-Called by dynamo/routers.py and thunder/routers.py, each with its program as a `RouterGraph`; asks the kernels for limits.
+Called by dynamo/routers.py and thunder/routers.py, each with its program as a `RouterGraph`; calls kernels.cuda.router.
 
     scores = softmax(logits) or sigmoid(logits)
     choice = scores [+ bias]                                  of the top_groups best groups of experts alone:

@@ -82,13 +82,7 @@ class FusedMoE:
 
 
 def find_fused_moe(scope: Scope, blocks: list[SwiGLU], sites: list[Site]) -> list[FusedMoE]:
-    """Return the layers whose experts are grouped GEMMs.
-
-    Args:
-        scope: the scope of a graph as dynamo gives it to a backend.
-        blocks: SwiGLUs whose GEMMs are rewritten.
-        sites: all GEMMs that are rewritten.
-    """
+    """Return the layers whose experts are grouped GEMMs: SwiGLUs and other sites, all of which are rewritten."""
     found = []
     for block in blocks:
         if block.down is not None or block.form or block.scales is not None or not all(map(_is_plain, block.sites)):

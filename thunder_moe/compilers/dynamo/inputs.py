@@ -80,7 +80,7 @@ def memory_of_inputs(root: Scope, weights: Weights) -> dict[str, Any]:
 
 @dataclass(frozen=True, eq=False)
 class Rewritten:
-    """The inputs of a rewritten graph: the kept inputs of dynamo's graph, then the packed weights.
+    """The inputs of a rewritten graph: the kept inputs of dynamo's graph (`given` below), then the packed weights.
 
     Attributes:
         kept: positions of the kept inputs.
@@ -114,11 +114,7 @@ class Rewritten:
     def writes_read(self, given: Sequence[Any]) -> bool:
         """True if an input that the graph changes in place shares its memory with a packed weight, which is then out of
         date. Also True if it shares its memory with another input, but did not when the graph was analysed. Dynamo
-        guards on neither.
-
-        Args:
-            given: inputs of dynamo's graph.
-        """
+        guards on neither."""
         owners: dict[int, list[int]] = {}
         written, aliases = self.written, self.aliases
         for position in self.compared:
@@ -145,12 +141,7 @@ class Rewritten:
         return bool(weights)
 
     def declare_trained(self, given: Sequence[Any], *, hidden: bool) -> None:
-        """Tell the weight cache that weights may change after this forward.
-
-        Args:
-            given: inputs of dynamo's graph.
-            hidden: the value of `safety.is_hidden_training_forward`.
-        """
+        """Tell the weight cache that weights may change after this forward."""
         weight_cache.changed(*_given(self.watched if hidden else self.trained, given))
 
 

@@ -54,13 +54,9 @@ def rewrite(
 ) -> tuple[Rewritten, list[Decision], list[Others]]:
     """Rewrite dynamo's graph and those nested in it, in place.
 
-    Args:
-        gm: dynamo's graph.
-        example_inputs: its inputs.
-        attention: True if attention that repeats keys and values is rewritten; None: on CUDA.
-
     Returns:
-        What the graph takes now; what was decided on each GEMM, and on such attention and routers.
+        What the graph takes now; what was decided on each GEMM; and what on attention that repeats keys and values
+        (None: it is rewritten on CUDA) and on routers.
     """
     scopes, weights = _scopes_and_weights(gm, example_inputs)
     if sum(remove_noop_masks(scope) for scope in scopes):

@@ -176,12 +176,7 @@ def fuse_router(router: Router) -> None:
 
 def share_orders(graph: fx.Graph, program: Program) -> None:
     """Let calls of `moe_route`, and experts that sort by themselves, read the order of rows of the `moe_router` whose
-    ids they are given.
-
-    Args:
-        graph: behind all other rewrites.
-        program: the program of the graph before them.
-    """
+    ids they are given. It comes behind all other rewrites; `program` is the program of the graph before them."""
     for node in list(graph.nodes):
         experts_sort = node.target in _EXPERTS and len(node.args) in (12, 14) and node.args[-3:] == (None, None, None)
         routes = node.target in _ROUTE and len(node.args) == 2 and all(calls(user, "getitem") for user in node.users)

@@ -148,12 +148,7 @@ class Scope:
 
 
 def scopes_of(gm: fx.GraphModule, grad_enabled: bool) -> list[Scope]:
-    """Return the scope of dynamo's graph, then the scopes of all graphs nested in it.
-
-    Args:
-        gm: dynamo's graph module.
-        grad_enabled: the grad mode in which it is called.
-    """
+    """Return the scope of dynamo's graph, called in a grad mode, then the scopes of all graphs nested in it."""
     root = Scope(gm, grad_modes(gm.graph, grad_enabled))
     return [root, *_nested_in(root)]
 

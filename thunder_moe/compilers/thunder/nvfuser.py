@@ -71,10 +71,6 @@ def refusal(symbol: Symbol, *args: Any, **kwargs: Any) -> str | None:
     - activation bfloat16 or float16 (M, K), one float32 global scale per expert;
     - offsets (and blockscale_offsets, problem_sizes, where given) int32, which CUTLASS does not check;
     - K a multiple of 64, N of 128, at most 1024 experts, at least one row.
-
-    Args:
-        symbol: `nvfp4_grouped_mm` or `nvfp4_grouped_swiglu`.
-        args, kwargs: of the call; tensors are proxies.
     """
     call = _Call(symbol, args, kwargs)
     if call.unknown is not None:

@@ -101,13 +101,10 @@ def register(
     *,
     meta: Callable[..., Any] | None = None,
 ) -> Symbol:
-    """Register a symbol of the executor.
+    """Register a symbol of the executor, which `run` computes from tensors.
 
-    Args:
-        name: the name of the symbol.
-        run: computes it from tensors.
-        gradient: Thunder's grad transform; None: autodiff takes the results for constants.
-        meta: makes the proxies of its results; None to run `run` on tensors without data.
+    Without a gradient (Thunder's grad transform), autodiff takes the results for constants. Without a meta function,
+    which makes the proxies of the results, `run` runs on tensors without data.
     """
     symbol = EXECUTOR.register_operator(name, meta=meta or _meta(run), fn=run)
     EXECUTOR.register_implementation(symbol, symbol, grad_transform=gradient)

@@ -34,11 +34,8 @@ __all__ = ["compile_graph", "compiler_with"]
 def compile_graph(compiler: Any, gm: fx.GraphModule, inputs: Sequence[Any], **options: Any) -> Callable[..., Any]:
     """Compile a graph of dynamo in the place of `ThunderCompiler.__call__`.
 
-    Args:
-        compiler: the ThunderCompiler; its option `moe_format` chooses the number format of the weights.
-        gm: dynamo's graph.
-        inputs: its inputs.
-        **options: the owner, format and option of `compiled_graph.compile_graph`, where they are not the compiler's.
+    Its option `moe_format` chooses the number format of the weights. `options` are the owner, format and option of
+    `compiled_graph.compile_graph`, where they are not the compiler's.
     """
     given = dict(owner=compiler, format=compiler.thunder_options.get(OPTION), option=OPTION) | options
     listed = nvfuser.is_listed(resolve_executors(compiler.thunder_options.get("executors")))
@@ -47,12 +44,7 @@ def compile_graph(compiler: Any, gm: fx.GraphModule, inputs: Sequence[Any], **op
 
 
 def compiler_with(executor: Any, **options: Any) -> Any:
-    """Return a ThunderCompiler.
-
-    Args:
-        executor: comes before the others.
-        **options: of `thunder.jit`; `executors` replaces Thunder's own.
-    """
+    """Return a ThunderCompiler with options of `thunder.jit`; the executor comes before theirs, or Thunder's own."""
     from thunder.dynamo import ThunderCompiler
 
     executors = options.pop("executors", thunder.get_default_executors())
