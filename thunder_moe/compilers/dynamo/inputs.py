@@ -54,16 +54,14 @@ class WeightInput:
 
     def __call__(self, inputs: Sequence[Any]) -> tuple[Tensor, ...]:
         """Return the operators' weight arguments."""
-        try:
-            return weight_cache.operands(
-                *_given(self.weights, inputs),
-                transposed=self.transposed,
-                interleaved=self.interleaved,
-                layout=self.layout,
-                format=self.format,
-            )
-        except ValueError as error:
-            raise ValueError(f"cannot quantize {self.names}: {error}") from error
+        return weight_cache.operands(
+            *_given(self.weights, inputs),
+            transposed=self.transposed,
+            interleaved=self.interleaved,
+            layout=self.layout,
+            format=self.format,
+            names=self.names,
+        )
 
 
 def memory_of_inputs(root: Scope, weights: Weights) -> dict[str, Any]:

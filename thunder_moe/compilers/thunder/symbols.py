@@ -299,13 +299,6 @@ def _operands(
     )
 
 
-def _pack(*weights: Tensor, names: str = "", **form: Any) -> tuple[Tensor, ...]:
-    try:
-        return weight_cache.operands(*weights, **form)
-    except ValueError as error:
-        raise ValueError(f"cannot quantize {names}: {error}") from error
-
-
 def _check_grad_mode(*weights: Tensor, hidden_training: bool) -> None:
     # Thunder tries its next compilation when a prologue raises.
     if is_hidden_training_forward() != hidden_training:
@@ -340,7 +333,7 @@ def _check_replaced(*modules_and_weights: Any, paths: tuple[tuple[str, ...], ...
             )
 
 
-nvfp4_pack = EXECUTOR.register_operator("nvfp4_pack", meta=_pack_meta, fn=_pack)
+nvfp4_pack = EXECUTOR.register_operator("nvfp4_pack", meta=_pack_meta, fn=weight_cache.operands)
 nvfp4_swizzle = EXECUTOR.register_operator("nvfp4_swizzle", meta=_swizzle_meta, fn=weight_cache.swizzled)
 check_grad_mode, check_memory, check_replaced, declare_changed = (
     EXECUTOR.register_operator(name, meta=lambda *args, **options: None, fn=function, tags=[OpTags.DONT_DCE])
