@@ -86,7 +86,7 @@ def find_all_experts_bmm(scope: Scope, weights: Weights) -> list[AllExpertsBmm]:
         if rows is None or weight is None or weight.ndim != 3 or is_in_a_function_transform(weight):
             continue
         if weights.behind(scope, source, weight)[0] is not None:
-            sites[node] = site_of(node, scope, source, weight, rows, None, weights)
+            sites[node] = site_of(node, scope, source, weight, rows, weights)
     blocks, covered = [], set()
     swiglus = {swiglu.product: swiglu for swiglu in find_swiglu(scope, sites.values())}
     for second in sites.values():

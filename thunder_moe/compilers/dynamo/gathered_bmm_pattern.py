@@ -92,7 +92,7 @@ def _site(node: fx.Node, scope: Scope, weights: Weights) -> GatheredBmmSite | No
         if weights.behind(scope, source, weight)[0] is None:
             continue
         mat_b = weight if dim == 1 else weight.mT
-        found = site_of(node, scope, source, mat_b, rows, rows.shape[0], weights)
+        found = site_of(node, scope, source, mat_b, rows, weights)
         site = GatheredBmmSite(**vars(found), ids=ids, nodes=frozenset({selected, row, product, node}))
         reason = site.reason or reason_against_ids(scope, ids, selected, site.gemm.experts) or _change(scope, (site,))
         return GatheredBmmSite(**{**vars(site), "reason": reason})

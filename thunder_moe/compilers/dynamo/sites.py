@@ -146,22 +146,19 @@ def find_sites(scope: Scope, weights: Weights) -> list[Site]:
             continue
         if not own and (rows.ndim != 2 or weight.ndim != 3 or "offs" not in named or "bias" in named):
             continue
-        sites.append(site_of(node, scope, source, weight.mT if own else weight, rows, rows.shape[0], weights))
+        sites.append(site_of(node, scope, source, weight.mT if own else weight, rows, weights))
     return sites
 
 
 def site_of(
-    node: fx.Node,
-    scope: Scope,
-    source: Any,
-    mat_b: torch.Tensor,
-    activation: torch.Tensor,
-    rows: Any,
-    weights: Weights,
+    node: fx.Node, scope: Scope, source: Any, mat_b: torch.Tensor, activation: torch.Tensor, weights: Weights
 ) -> Site:
-    """Return the site of a GEMM with the weight mat_b (E, K, N), a view of the node `source`, with its decision."""
+    """Return the site of a GEMM with the weight mat_b (E, K, N), a view of the node `source`, with its decision.
+
+    The activation is (M, K) for a grouped GEMM, and for a batched one (E, M, K)."""
     assert scope.program.steps  # made before anything is rewritten
     experts, k, n = mat_b.shape
+    rows = activation.shape[0] if activation.ndim == 2 else None
     out_dtype = value_of(node).dtype  # asked for, or autocast's
     transformed = is_in_a_function_transform(mat_b) or is_in_a_function_transform(activation)
     weight, transposed = (None, True) if is_in_a_function_transform(mat_b) else weights.behind(scope, source, mat_b)
@@ -232,10 +229,8 @@ def find_swiglu(scope: Scope, sites: Iterable[Site]) -> list[SwiGLU]:
     return swiglu.find_swiglu(_Graph(scope, sites))
 
 
-def quantized_gemm(node: Any, weights: Weights, position: int = 1) -> GroupedGemm:
-    """Return names and sizes of the GEMM of one of the package's operators; its arguments begin with rows or tokens.
-
-    `position` is the position of the weight among the arguments."""
+def quantized_gemm(node: Any, weights: Weights, position: int) -> GroupedGemm:
+    """Return names and sizes of the GEMM of an operator with packed weights, by the position of one of them."""
     rows, packed = value_of(node.args[0]), value_of(node.args[position])
     format = next(known for known in BLOCK_FORMATS.values() if packed.dtype in known.code_dtypes)
     experts, codes, n = packed.shape

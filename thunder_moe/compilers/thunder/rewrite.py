@@ -88,24 +88,24 @@ class NVFP4Rewrite(Transform):
         eligible = [site for site in sites if site.reason is None]
         swiglu = find_swiglu(computation, eligible)
         blocks = [block for block in swiglu if block.reason is None]
-        unfused = {id(site): block.reason for block in swiglu for site in block.sites}
-        fused = {id(site) for block in blocks for site in block.sites}
+        unfused = {site: block.reason for block in swiglu for site in block.sites}
+        fused = {site for block in blocks for site in block.sites}
         before = find_quantized(prologue_trace, computation)
         routers, router_entries = find_routers(computation)
         packs: dict[tuple[Any, ...], _PackStep] = {}
         replacements: dict[int, list[BoundSymbol]] = {}
-        routes: dict[int, str] = {}
+        routes: dict[Site | Quantized, str] = {}
         trace = from_trace(computation_trace)
         with tracectx(trace):
-            calls: list[Site | SwiGLU] = [*blocks, *(site for site in eligible if id(site) not in fused)]
+            calls: list[Site | SwiGLU] = [*blocks, *(site for site in eligible if site not in fused)]
             for call in calls:
                 replaced = sorted(call.replaced) if isinstance(call, SwiGLU) else (call.position,)
                 new, route = _replace(packs, call, computation, replaced[-1])
                 replacements |= {id(computation.bound_symbols[position]): [] for position in replaced}
                 replacements[id(computation.bound_symbols[replaced[-1]])] = new
-                routes |= {id(site): route for site in (call.sites if isinstance(call, SwiGLU) else (call,))}
+                routes |= dict.fromkeys(call.sites if isinstance(call, SwiGLU) else (call,), route)
             for quantized in before:
-                new, routes[id(quantized)] = _replace_quantized(packs, quantized, computation)
+                new, routes[quantized] = _replace_quantized(packs, quantized, computation)
                 replacements |= {id(quantized.bsym): new} if new else {}
             for site in sites:
                 if site.reason is not None and site.bsym is computation.bound_symbols[site.position]:
@@ -119,12 +119,12 @@ class NVFP4Rewrite(Transform):
                 replacements |= {id(computation.bound_symbols[at]): new for at, new in fused_at.items()}
         decisions = []
         for site in sites:
-            is_fused, against = id(site) in fused, unfused.get(id(site))
-            gemm, decision, reason = describe(
-                site.gemm, site.reason, requires_grad=site.requires_grad, fused=is_fused, unfused=against
+            traits: dict[str, Any] = dict(
+                requires_grad=site.requires_grad, fused=site in fused, unfused=unfused.get(site)
             )
-            decisions.append((gemm, decision, reason + routes.get(id(site), "")))
-        decisions += [(q.gemm, q.decision, f"quantized beforehand{routes[id(q)]}") for q in before]
+            gemm, decision, reason = describe(site.gemm, site.reason, **traits)
+            decisions.append((gemm, decision, reason + routes.get(site, "")))
+        decisions += [(q.gemm, q.decision, f"quantized beforehand{routes[q]}") for q in before]
         EXECUTOR.record(get_compile_data(), decisions, router_entries)
         checks, declarations = _conditions(prologue_trace, computation, sites, before, list(packs.values()))
         arguments = computation_trace.args
