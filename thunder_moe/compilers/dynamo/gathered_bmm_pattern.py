@@ -56,12 +56,7 @@ def find_gathered_bmm(
     for swiglu in find_swiglu(scope, eligible.values()):
         first = swiglu.sites[0]
         second = next((site for site in eligible.values() if site.operands[0] is swiglu.product), None)
-        if (
-            swiglu.reason is not None
-            or len(swiglu.sites) > 1
-            or second is None
-            or not isinstance(first, GatheredBmmSite)
-        ):
+        if swiglu.reason or len(swiglu.sites) > 1 or second is None or not isinstance(first, GatheredBmmSite):
             continue
         (unsqueezed,) = (node for node in second.nodes if calls(node, "unsqueeze"))
         whole = only_user(swiglu.product, unsqueezed) and second.ids is first.ids
@@ -95,7 +90,7 @@ def _site(node: fx.Node, scope: Scope, weights: Weights) -> GatheredBmmSite | No
         found = site_of(node, scope, source, mat_b, rows, weights)
         site = GatheredBmmSite(**vars(found), ids=ids, nodes=frozenset({selected, row, product, node}))
         reason = site.reason or reason_against_ids(scope, ids, selected, site.gemm.experts) or _change(scope, (site,))
-        return GatheredBmmSite(**{**vars(site), "reason": reason})
+        return replace(site, reason=reason)
     return None
 
 

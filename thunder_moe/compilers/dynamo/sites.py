@@ -92,8 +92,8 @@ class Weights:
         self.tensors = tensors
         self._positions = {node: at for at, node in enumerate(scopes[0].graph.find_nodes(op="placeholder"))}
         self._by_storage: dict[int, list[fx.Node]] = {}
-        for node, real in tensors.items():
-            if _is_static(node, real):
+        for node in tensors:
+            if self.is_static(node):
                 for storage in storages_of(scopes[0].value_of(node)):
                     self._by_storage.setdefault(storage, []).append(node)
 
@@ -102,8 +102,12 @@ class Weights:
         return self._positions.get(node, self.tensors[node])
 
     def is_static(self, node: fx.Node) -> bool:
-        """True if an input is a parameter or buffer."""
-        return _is_static(node, self.tensors[node])
+        """True if an input is a parameter or buffer with data that can be quantized ahead of the call."""
+        real = self.tensors[node]
+        if isinstance(real, FakeTensor) or is_traceable_wrapper_subclass(real):
+            return False
+        marked = "_dynamo_static_input_type" in node.meta.get("tensor_dict", {})
+        return node.op == "get_attr" or isinstance(real, torch.nn.Parameter) or marked
 
     def behind(self, scope: Scope, source: Any, mat_b: torch.Tensor) -> tuple[fx.Node | None, bool]:
         """Return (node, transposed): the weight that mat_b (E, K, N) is a view of, and True if both have one layout.
@@ -275,14 +279,6 @@ def part_of(node: Any) -> tuple[fx.Node | None, str]:
     stop = width if columns.stop is None else columns.stop
     part = column_part(width, columns.start or 0, stop, columns.step or 1)
     return (whole, part) if part else (None, "")
-
-
-def _is_static(node: fx.Node, real: torch.Tensor) -> bool:
-    """True if an input is a parameter or buffer with data that can be quantized ahead of the call."""
-    if isinstance(real, FakeTensor) or is_traceable_wrapper_subclass(real):
-        return False
-    marked = "_dynamo_static_input_type" in node.meta.get("tensor_dict", {})
-    return node.op == "get_attr" or isinstance(real, torch.nn.Parameter) or marked
 
 
 def qualified_name(node: fx.Node) -> str:
