@@ -78,10 +78,11 @@ def _runner(
 ) -> Callable[..., Any]:
     """Return the callable that replaces dynamo's graph: it maps the inputs, and runs the rewritten graph `compiled`.
 
-    `in_16_bit`, dynamo's graph, runs calls that have to be recognized one by one: training forwards (dynamo guards on
-    the grad mode alone, and before torch 2.13 not on what its parameters require), calls with an input that the graph
-    changes and that shares its memory with a packed weight, or with another input where it did not before, and calls
-    with a weight that holds NaN or Inf. It is None if no weight is packed.
+    `in_16_bit`, dynamo's graph, runs calls that have to be recognized one by one; None if no weight is packed:
+
+    - training forwards: dynamo guards on the grad mode alone, and before torch 2.13 not on what its parameters require;
+    - an input that the graph changes shares its memory with a packed weight, or with another input where it did not;
+    - a weight holds NaN or Inf.
     """
     trained, writes = bool(rewritten.trained), bool(rewritten.written)  # a look at either takes 0.1 us of a call
 

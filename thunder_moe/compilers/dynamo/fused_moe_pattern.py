@@ -82,7 +82,7 @@ class FusedMoE:
 
 
 def find_fused_moe(scope: Scope, blocks: list[SwiGLU], sites: list[Site]) -> list[FusedMoE]:
-    """Return the layers whose experts are grouped GEMMs: SwiGLUs and other sites, all of which are rewritten."""
+    """Return the layers whose experts are grouped GEMMs, given the SwiGLUs and all sites that are to be rewritten."""
     found = []
     for block in blocks:
         if block.down is not None or block.form or block.scales is not None or not all(map(_is_plain, block.sites)):
