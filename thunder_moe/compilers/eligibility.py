@@ -113,15 +113,12 @@ def in_chosen_format(gemm: GroupedGemm) -> GroupedGemm:
         ValueError: the option names no format.
     """
     choice = _CHOSEN.get()
-    name: str | None
     if isinstance(choice, str):
-        name = choice
-    elif gemm.weight is None:
+        return replace(gemm, format=choice)
+    if gemm.weight is None:
         return gemm
-    else:
-        name = choice(gemm, gemm.weight)
-        name = None if name is None else find_format(name).name
-    return gemm if name == gemm.format else replace(gemm, format=name)
+    name = choice(gemm, gemm.weight)
+    return replace(gemm, format=None if name is None else find_format(name).name)
 
 
 def common_format(*gemms: GroupedGemm) -> str:
@@ -231,8 +228,9 @@ def describe(
         return gemm, "16-bit", declined
     reason = "gradients are disabled" if requires_grad else "the weight is frozen"
     if whole:
-        decision = f"{gemm.format} + swiglu" if fused else str(gemm.format)
-        return gemm, decision, f"{reason}; the experts of the layer in one operator"
-    if fused:
-        return gemm, f"{gemm.format} + swiglu", f"{reason}; gate, up and SwiGLU in one operator"
-    return gemm, str(gemm.format), reason if unfused is None else f"{reason}; not fused with its SwiGLU: {unfused}"
+        reason = f"{reason}; the experts of the layer in one operator"
+    elif fused:
+        reason = f"{reason}; gate, up and SwiGLU in one operator"
+    elif unfused is not None:
+        reason = f"{reason}; not fused with its SwiGLU: {unfused}"
+    return gemm, f"{gemm.format} + swiglu" if fused else str(gemm.format), reason

@@ -77,19 +77,15 @@ class RouterMatch:
         """Return the options, with the defaults of others."""
         return RouterConfig(**self.options)
 
-    @property
-    def summary(self) -> str:
-        """Return what the report says of it."""
-        form, bias = self.form, "" if self.bias is None else ", bias"
-        grouped = f", {form.top_groups} of {form.num_groups} groups" if form.grouped else ""
-        return f"{form.score}{bias}{grouped} and top-k in one operator"
-
     def entry(self, graph: RouterGraph, reason: str | None, where: str | None = None) -> RouterEntry:
         """Return the decision for the report; `reason` says why the router is not rewritten, None if it is."""
-        logits = graph.example(self.logits)
+        logits, form = graph.example(self.logits), self.form
         tokens = logits.shape[0] if isinstance(logits.shape[0], int) else None
-        decision = ("moe_router", self.summary) if reason is None else ("as written", reason)
-        return RouterEntry(0, int(logits.shape[1]), int(self.options["top_k"]), tokens, *decision, where=where)
+        bias = "" if self.bias is None else ", bias"
+        grouped = f", {form.top_groups} of {form.num_groups} groups" if form.grouped else ""
+        fused = f"{form.score}{bias}{grouped} and top-k in one operator"
+        decision = ("moe_router", fused) if reason is None else ("as written", reason)
+        return RouterEntry(0, int(logits.shape[1]), form.top_k, tokens, *decision, where=where)
 
 
 def match_router(graph: RouterGraph, top_k: Any) -> RouterMatch | None:

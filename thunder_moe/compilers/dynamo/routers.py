@@ -125,14 +125,9 @@ class Router:
     place: fx.Node
     nodes: list[Any]
 
-    @property
-    def options(self) -> dict[str, Any]:
-        """Return the options of `moe_router`."""
-        return {**self.match.options, "scores_dtype": value_of(self.match.scores).dtype}
-
 
 def find_routers(scope: Scope) -> list[tuple[Router, RouterEntry]]:
-    """Return the routers of a graph with example values; `decision` says which are to be fused."""
+    """Return the routers of a graph with example values, and their entries, which say which are to be fused."""
     found = []
     graph = _Graph(scope)
     for node in scope.graph.nodes:
@@ -164,7 +159,8 @@ def fuse_router(router: Router) -> None:
         bias = match.bias
         if bias is not None and value_of(bias).ndim == 2:
             bias = graph.call_method("squeeze", (bias, 0))
-        call = graph.call_function(_OPS.moe_router.default, (match.logits, bias), router.options)
+        options = match.options | dict(scores_dtype=value_of(match.scores).dtype)
+        call = graph.call_function(_OPS.moe_router.default, (match.logits, bias), options)
         scores, ids = (graph.call_function(operator.getitem, (call, part)) for part in range(2))
     chosen = [user for user in match.top_k.users if user.args[1] == 1]
     for old, new in ((match.scores, scores), *((part, ids) for part in chosen)):
