@@ -223,10 +223,6 @@ class Graph:
     all_calls: Calls | None = None
     calls: dict[int, Calls] = field(default_factory=dict)
 
-    @property
-    def has_weight(self) -> bool:
-        return self.told_by is not None or bool(self.calls)
-
     def counted(self, told_by: int | torch.Tensor | None, run: Callable[..., Any]) -> Callable[..., Any]:
         """Return the callable of the graph, which counts its calls from now on. 0.15 us (Zen 5).
 
@@ -374,7 +370,8 @@ def _graphs_run_by(owner: Any, original: Any, tensors: set[int], *, is_owned: bo
     # A graph of other code may come from the same module compiled by itself, or from a part behind a graph break.
     of_code = [graph for graph in same if graph.frame in lines and graph not in own]
     met = [graph for graph in same if tensors & set(graph.calls)]
-    found = own + [graph for graph in of_code if graph in met or not tensors or not graph.has_weight]
+    no_weight = [graph for graph in of_code if graph.told_by is None and not graph.calls]
+    found = own + [graph for graph in of_code if graph in met or graph in no_weight or not tensors]
     return found if any(graph.entries for graph in found) else found + [g for g in met if g not in found]
 
 

@@ -15,14 +15,13 @@ from typing import Any
 
 import thunder
 import torch
-import torch.nn.functional as F
 from thunder.extend import resolve_executors
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import _pytree as pytree
 
 from thunder_moe.compilers.dynamo import compiled_graph
-from thunder_moe.compilers.dynamo.nodes import value_of
+from thunder_moe.compilers.dynamo.nodes import calls, given, value_of
 from thunder_moe.compilers.dynamo.scopes import copy_of
 from thunder_moe.compilers.thunder import nvfuser
 from thunder_moe.compilers.thunder.symbols import EXECUTOR, OPTION, decided_before
@@ -159,11 +158,11 @@ def _replaced(old: fx.Node, new: Any, node: fx.Node) -> Any:
 def _taken_by_thunder(node: fx.Node) -> Any:
     """Return the target of a call as Thunder's splitter takes it: marked, where the executor has a lookaside for it."""
     function: Any = getattr(node.target, "overloadpacket", node.target)
-    if function in (torch._grouped_mm, F.grouped_mm, torch.ops.aten._grouped_mm):
+    if calls(node, "grouped_mm"):
+        named = given(node)
         function = torch._grouped_mm if function is torch.ops.aten._grouped_mm else function
-        given: dict[str, Any] = dict(zip(("mat_a", "mat_b", "offs", "bias"), node.args, strict=False)) | node.kwargs
-        dims = [getattr(value_of(given[name]), "ndim", None) for name in ("mat_a", "mat_b")]
-        taken = dims == [2, 3] and given.get("offs") is not None and given.get("bias") is None
+        dims = [getattr(value_of(named[name]), "ndim", None) for name in ("mat_a", "mat_b")]
+        taken = dims == [2, 3] and "offs" in named and "bias" not in named
     else:
         taken = isinstance(function, torch._ops.OpOverloadPacket) and function in EXECUTOR._lookasides
     return _marked(function) if taken else node.target
