@@ -216,13 +216,8 @@ def describe(
 ) -> Decision:
     """Return the decision on a GEMM, as reports show it.
 
-    Args:
-        gemm: names and sizes.
-        declined: what `decline_reason` said of it.
-        requires_grad: the weight's requires_grad, whether or not gradients are enabled.
-        fused: it becomes part of a fused SwiGLU, if it is rewritten.
-        unfused: `Program.reason_against_fusing` of the SwiGLU that it stays out of.
-        whole: all of the layer's experts become one operator.
+    `declined` is its `decline_reason`, and `requires_grad` the weight's, in any grad mode. If it is rewritten, it is
+    `fused` with its SwiGLU (`unfused` says why it is not), or a part of the one operator of a `whole` layer.
     """
     if declined is not None:
         return gemm, "16-bit", declined

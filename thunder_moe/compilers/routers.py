@@ -50,27 +50,16 @@ class RouterGraph(Operations, Protocol):
 
 @dataclass(eq=False)
 class RouterMatch:
-    """A router of a program.
+    """A router of a program."""
 
-    Attributes:
-        top_k: the operation that chooses the experts.
-        takes: the operation that takes the scores of the chosen experts: `top_k` itself, or a gather.
-        logits: (T, E).
-        bias: (E,) or (1, E), None without one.
-        scores: the tensor of final scores (T, A).
-        operations: its operations, each once.
-        choosing: the operations among them that no gradient passes.
-        options: the options of `moe_router`, but for scores_dtype.
-    """
-
-    top_k: Any
-    takes: Any
-    logits: Any
-    bias: Any = None
-    scores: Any = None
-    operations: dict[Any, None] = field(default_factory=dict)
-    choosing: set[Any] = field(default_factory=set)
-    options: dict[str, Any] = field(default_factory=dict)
+    top_k: Any  # the operation that chooses the experts
+    takes: Any  # the operation that takes the scores of the chosen experts: `top_k` itself, or a gather
+    logits: Any  # (T, E)
+    bias: Any = None  # (E,) or (1, E), None without one
+    scores: Any = None  # the tensor of final scores (T, A)
+    operations: dict[Any, None] = field(default_factory=dict)  # its operations, each once
+    choosing: set[Any] = field(default_factory=set)  # the operations among them that no gradient passes
+    options: dict[str, Any] = field(default_factory=dict)  # the options of `moe_router`, but for scores_dtype
 
     @property
     def form(self) -> RouterConfig:

@@ -40,21 +40,14 @@ _DENSE = "a batched product over all experts"
 
 @dataclass(frozen=True, eq=False)
 class Routing:
-    """The nodes of a router, and of the gather and sum around its experts; routed GEMMs take their operands from them.
+    """The nodes of a router, and of the gather and sum around its experts: the operands of routed GEMMs are theirs."""
 
-    Attributes:
-        repeated: ``tokens.repeat(E, 1)``.
-        scatter: the node that scatters the router's values to the experts that it chose.
-        scores: the nodes that turn these values into factors of the rows, in order: casts and a sigmoid.
-        rows: ``repeated * scores``; all nodes above come before it.
-        total: (T, H), the sum over the experts.
-    """
-
-    repeated: fx.Node
-    scatter: fx.Node
+    repeated: fx.Node  # ``tokens.repeat(E, 1)``
+    scatter: fx.Node  # the node that scatters the router's values to the experts that it chose
+    # the nodes that turn these values into factors of the rows, in order: casts and a sigmoid
     scores: tuple[fx.Node, ...]
-    rows: fx.Node
-    total: fx.Node
+    rows: fx.Node  # ``repeated * scores``; all nodes above come before it
+    total: fx.Node  # (T, H), the sum over the experts
 
     @property
     def operands(self) -> tuple[Any, Any, Any]:

@@ -47,29 +47,17 @@ _INTEGERS = (torch.int32, torch.int64)
 
 @dataclass(eq=False)
 class FusedMoE:
-    """The experts of a layer.
+    """The experts of a layer."""
 
-    Attributes:
-        first: gate and up with their SwiGLU.
-        down: the last product.
-        tokens: node whose input are the tokens (T, H).
-        ids: node whose index or else input are the experts (M,) of the slots t * A + a.
-        weights: node whose input are the weights of the slots (M,).
-        top_k: A.
-        on_input: the weights multiply the rows of tokens, not the results.
-        total: node of (T, H), which the operator replaces.
-        nodes: all nodes that it consists of.
-    """
-
-    first: SwiGLU
-    down: Site
-    tokens: Any = None
-    ids: Any = None
-    weights: Any = None
-    top_k: int = 0
-    on_input: bool = False
-    total: Any = None
-    nodes: set[fx.Node] = field(default_factory=set)
+    first: SwiGLU  # gate and up with their SwiGLU
+    down: Site  # the last product
+    tokens: Any = None  # node whose input are the tokens (T, H)
+    ids: Any = None  # node whose index or else input are the experts (M,) of the slots t * A + a
+    weights: Any = None  # node whose input are the weights of the slots (M,)
+    top_k: int = 0  # A
+    on_input: bool = False  # the weights multiply the rows of tokens, not the results
+    total: Any = None  # node of (T, H), which the operator replaces
+    nodes: set[fx.Node] = field(default_factory=set)  # all nodes that it consists of
 
     @property
     def operands(self) -> tuple[Any, Any, Any]:

@@ -28,15 +28,10 @@ __all__ = ["GatheredBmmSite", "find_gathered_bmm"]
 
 @dataclass(frozen=True, eq=False)
 class GatheredBmmSite(Site):
-    """A batched product with the gathered weights of each row's expert; `node` is its result (S, N).
+    """A batched product with the gathered weights of each row's expert; `node` is its result (S, N)."""
 
-    Attributes:
-        ids: node of the experts of its rows (S,).
-        nodes: all nodes that it consists of.
-    """
-
-    ids: Any = None
-    nodes: frozenset[fx.Node] = frozenset()
+    ids: Any = None  # node of the experts of its rows (S,)
+    nodes: frozenset[fx.Node] = frozenset()  # all nodes that it consists of
 
     @property
     def operands(self) -> tuple[Any, Any, Any]:

@@ -78,30 +78,20 @@ def memory_of_inputs(root: Scope, weights: Weights) -> dict[str, Any]:
 
 @dataclass(frozen=True, eq=False)
 class Rewritten:
-    """The inputs of a rewritten graph: the kept inputs of dynamo's graph (`given` below), then the packed weights.
+    """The inputs of a rewritten graph: the kept inputs of dynamo's graph (`given` below), then the packed weights."""
 
-    Attributes:
-        kept: positions of the kept inputs.
-        packs: the packed weights.
-        trained: weights that stay 16-bit because they are being trained.
-        watched: all weights that require a gradient; they are being trained if a forward hides its grad mode.
-        frozen: packed weights that require no gradient.
-        written: positions of the inputs that the graph or one nested in it changes in place.
-        compared: `written`, and the positions of all other inputs but parameters and buffers.
-        aliases: pairs of `compared` that shared their memory when the graph was analysed, the lower position first.
-        enables_grad: gradients are disabled outside of the graph and enabled at the GEMM of a packed weight.
-        told_by: the weight that identifies the calling model among the models that share the graph; None without one.
-    """
-
-    kept: list[int]
+    kept: list[int]  # positions
     packs: list[WeightInput]
-    trained: tuple[int | Tensor, ...]
+    trained: tuple[int | Tensor, ...]  # weights that stay 16-bit because they are being trained
+    # all weights that require a gradient; they are being trained if a forward hides its grad mode
     watched: tuple[int | Tensor, ...]
-    frozen: tuple[int | Tensor, ...]
-    enables_grad: bool
+    frozen: tuple[int | Tensor, ...]  # packed weights that require no gradient
+    enables_grad: bool  # gradients are disabled outside of the graph and enabled at the GEMM of a packed weight
+    # the weight that identifies the calling model among the models that share the graph; None without one
     told_by: int | Tensor | None
-    written: frozenset[int] = frozenset()
-    compared: tuple[int, ...] = ()
+    written: frozenset[int] = frozenset()  # positions of the inputs that the graph or one nested in it changes in place
+    compared: tuple[int, ...] = ()  # `written`, and the positions of all other inputs but parameters and buffers
+    # pairs of `compared` that shared their memory when the graph was analysed, the lower position first
     aliases: frozenset[tuple[int, int]] = frozenset()
 
     def inputs(self, given: Sequence[Any], *, examples: bool = False) -> list[Any]:

@@ -111,19 +111,12 @@ class _Graph:
 
 @dataclass(eq=False)
 class Router:
-    """A router of a graph.
+    """A router of a graph."""
 
-    Attributes:
-        match: its operations and options.
-        scope: the graph that it is in.
-        place: the node that `moe_router` is inserted before.
-        nodes: the nodes that it replaces, in order.
-    """
-
-    match: RouterMatch
-    scope: Scope
-    place: fx.Node
-    nodes: list[Any]
+    match: RouterMatch  # its operations and options
+    scope: Scope  # the graph that it is in
+    place: fx.Node  # the node that `moe_router` is inserted before
+    nodes: list[Any]  # the nodes that it replaces, in order
 
 
 def find_routers(scope: Scope) -> list[tuple[Router, RouterEntry]]:

@@ -44,23 +44,14 @@ _OWN = ("linear", "activated")  # kinds of GEMMs of this package's, whose weight
 
 @dataclass(frozen=True, eq=False)
 class Site:
-    """A grouped GEMM of the graph.
+    """A grouped GEMM of the graph."""
 
-    Attributes:
-        node: its call.
-        scope: the graph that it is in.
-        gemm: names and sizes.
-        weight: the root's placeholder or get_attr node of the weight, None if there is none behind mat_b.
-        transposed: the weight is (E, K, N), not (E, N, K).
-        reason: why it stays 16-bit, None if it is rewritten.
-    """
-
-    node: fx.Node
-    scope: Scope
-    gemm: GroupedGemm
-    weight: fx.Node | None
-    transposed: bool
-    reason: str | None
+    node: fx.Node  # its call
+    scope: Scope  # the graph that it is in
+    gemm: GroupedGemm  # names and sizes
+    weight: fx.Node | None  # the root's placeholder or get_attr node of the weight, None if there is none behind mat_b
+    transposed: bool  # the weight is (E, K, N), not (E, N, K)
+    reason: str | None  # why it stays 16-bit, None if it is rewritten
 
     @property
     def operands(self) -> tuple[Any, Any, Any]:

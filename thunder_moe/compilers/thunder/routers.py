@@ -85,21 +85,13 @@ class _Graph:
 
 @dataclass(eq=False)
 class Router:
-    """A router of a trace that becomes one symbol.
+    """A router of a trace that becomes one symbol."""
 
-    Attributes:
-        match: its operations and options.
-        place: position of the symbol that moe_router replaces.
-        replaced: positions of the removed symbols, `place` among them.
-        ids: proxy of the chosen experts.
-        route: position of a moe_route of its ids, whose results moe_router gives; None without one.
-    """
-
-    match: RouterMatch
-    place: int
-    replaced: set[int]
-    ids: TensorProxy
-    route: int | None = None
+    match: RouterMatch  # its operations and options
+    place: int  # position of the symbol that moe_router replaces
+    replaced: set[int]  # positions of the removed symbols, `place` among them
+    ids: TensorProxy  # proxy of the chosen experts
+    route: int | None = None  # position of a moe_route of its ids, whose results moe_router gives; None without one
 
 
 def find_routers(computation: Computation) -> tuple[list[Router], list[RouterEntry]]:

@@ -31,26 +31,16 @@ __all__ = ["Quantized", "Site", "find_quantized", "find_sites", "find_swiglu", "
 
 @dataclass(frozen=True, eq=False)
 class Site:
-    """A grouped GEMM of the trace.
+    """A grouped GEMM of the trace."""
 
-    Attributes:
-        bsym: its symbol.
-        position: the position in the trace of the symbol, or of the symbol that contains it.
-        gemm: names and sizes.
-        weight: the computation's argument that holds the weight, None if none does.
-        transposed: that argument is (E, K, N), not (E, N, K).
-        reason: why it stays 16-bit, None if it is rewritten.
-        grad_enabled: the grad mode in force at the GEMM.
-        is_thunder_moe_op: True for GroupedLinear and GroupedMLP, whose results are zero past the last row end.
-    """
-
-    bsym: BoundSymbol
-    position: int
-    gemm: GroupedGemm
-    weight: TensorProxy | None  # set where reason is None
-    transposed: bool
-    reason: str | None
-    grad_enabled: bool
+    bsym: BoundSymbol  # its symbol
+    position: int  # the position in the trace of the symbol, or of the symbol that contains it
+    gemm: GroupedGemm  # names and sizes
+    weight: TensorProxy | None  # the computation's argument that holds the weight, None if none does
+    transposed: bool  # that argument is (E, K, N), not (E, N, K)
+    reason: str | None  # why it stays 16-bit, None if it is rewritten
+    grad_enabled: bool  # the grad mode in force at the GEMM
+    # True for GroupedLinear and GroupedMLP, whose results are zero past the last row end
     is_thunder_moe_op: bool = False
 
     @property
