@@ -40,22 +40,14 @@ _OPS = torch.ops.thunder_moe
 
 @dataclass(frozen=True)
 class Spelling:
-    """One signature of a kind of operation, and the functions that have it.
+    """One signature of a kind of operation, and the functions that have it."""
 
-    Attributes:
-        kind: the name by which matchers know the operation; a kind may have several signatures.
-        arguments: their names by position; those behind "*" are keywords alone. "..." ignores all others, where the
-            result tells what matters.
-        methods: methods of torch.Tensor; torch's functions and Thunder's symbols of these names count, too.
-        names: functions and symbols that are not methods of torch.Tensor, or whose method has another signature.
-        functions: functions with other names.
-    """
-
-    kind: str
+    kind: str  # the name by which matchers know the operation; a kind may have several signatures
+    # Names by position; those behind "*" are keywords alone. "..." ignores others, where the result tells what matters.
     arguments: str
-    methods: str = ""
-    names: str = ""
-    functions: tuple[Callable[..., Any], ...] = ()
+    methods: str = ""  # methods of torch.Tensor; torch's functions and Thunder's symbols of these names count, too
+    names: str = ""  # functions and symbols that are not methods of torch.Tensor, or whose method has another signature
+    functions: tuple[Callable[..., Any], ...] = ()  # functions with other names
 
     def named(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any] | None:
         """Return the arguments of a call by name, in order, without those that are None; None if the signature has

@@ -137,14 +137,7 @@ KNOWN = (*OPERANDS, *OPTIONAL, "layout", "activation_amax")
 
 
 class _Call:
-    """The arguments of a call of either operator, by the names of the operator's schema.
-
-    Attributes:
-        tensors: the operands, without optional ones that are not given.
-        layout: the layout of the block scales.
-        activation_amax: known from calibration, or None.
-        unknown: the first argument that the translators do not read and that differs from its default; None if none.
-    """
+    """The arguments of a call of either operator, by the names of the operator's schema."""
 
     def __init__(self, symbol: Symbol, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         defaults = {value.name: value.default for value in OPERATORS[symbol.name].signature.parameters.values()}
@@ -153,7 +146,8 @@ class _Call:
         self.tensors |= {name: given[name] for name in OPTIONAL if given.get(name) is not None}
         self.activation, self.fp4_weight, _, _, self.offsets = (given[name] for name in OPERANDS)
         self.layout: str = given.get("layout", LINEAR)
-        self.activation_amax: float | None = given.get("activation_amax")
+        self.activation_amax: float | None = given.get("activation_amax")  # known from calibration
+        # The first argument that the translators do not read, and that differs from its default.
         others = (name for name in given if name not in KNOWN)
         self.unknown = next((name for name in others if not _same(given[name], defaults.get(name))), None)
 

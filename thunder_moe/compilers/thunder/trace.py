@@ -69,22 +69,14 @@ _SPELLINGS: dict[Hashable, Spelling] = {
 
 
 class Computation:
-    """One pass over a computation trace, before autodiff.
-
-    Attributes:
-        bound_symbols: the bound symbols of the trace; a position is an index of these.
-        arguments: the trace's arguments by name.
-        readers: name -> positions of the symbols that read it, the trace's output among them.
-        position: name -> position of the symbol that makes it.
-        program: its steps are the bound symbols.
-        has_gradients: the grad mode is on for a part of it.
-    """
+    """One pass over a computation trace, before autodiff. A position is an index of `bound_symbols`."""
 
     def __init__(self, trace: TraceCtx) -> None:
         self.bound_symbols: list[BoundSymbol] = list(trace.bound_symbols)
+        # By the names of proxies:
         self.arguments: dict[str, Any] = {arg.name: arg for arg in trace.args if isinstance(arg, Proxy)}
-        self.readers: dict[str, set[int]] = {}
-        self.position: dict[str, int] = {}
+        self.readers: dict[str, set[int]] = {}  # positions of the symbols that read it, the trace's output among them
+        self.position: dict[str, int] = {}  # of the symbol that makes it
         self._leaf: dict[str, BoundSymbol] = {}
         self._root: dict[str, str] = {}
         for position, bsym in enumerate(self.bound_symbols):
