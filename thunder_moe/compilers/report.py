@@ -263,10 +263,7 @@ def _graphs_of(owner: Any) -> list[Graph]:
 
 
 def record(
-    owner: Any,
-    decisions: list[Decision],
-    frame: tuple[str, int] | None = None,
-    others: Sequence[Others] = (),
+    owner: Any, decisions: list[Decision], frame: tuple[str, int] | None = None, others: Sequence[Others] = ()
 ) -> Graph:
     """Keep what was decided on the grouped GEMMs of an owner's graph, and on others; warn while nothing was rewritten.
 

@@ -20,15 +20,7 @@ from torch import Tensor, fx
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from thunder_moe.compilers.dynamo.effects import is_in_a_function_transform, storages_of
-from thunder_moe.compilers.dynamo.nodes import (
-    calls,
-    given,
-    is_in_place,
-    kind_of,
-    source_of,
-    user_line,
-    value_of,
-)
+from thunder_moe.compilers.dynamo.nodes import calls, given, is_in_place, kind_of, source_of, user_line, value_of
 from thunder_moe.compilers.dynamo.replace import erase
 from thunder_moe.compilers.dynamo.scopes import Scope
 from thunder_moe.compilers.eligibility import QUANTIZED

@@ -29,15 +29,7 @@ from thunder_moe.compilers.spellings import column_part
 from thunder_moe.compilers.swiglu import Gemm, SwiGLU
 from thunder_moe.formats.block_format import BLOCK_FORMATS
 
-__all__ = [
-    "Site",
-    "Weights",
-    "find_sites",
-    "find_swiglu",
-    "quantized_gemm",
-    "read_live_rows_alone",
-    "site_of",
-]
+__all__ = ["Site", "Weights", "find_sites", "find_swiglu", "quantized_gemm", "read_live_rows_alone", "site_of"]
 
 _OWN = ("linear", "activated")  # kinds of GEMMs of this package's, whose weight is (E, N, K)
 

@@ -19,13 +19,7 @@ from thunder.extend import register_executor, resolve_executors
 
 from thunder_moe.compilers.thunder import nvfuser, thunderfx
 from thunder_moe.compilers.thunder.rewrite import NVFP4Rewrite
-from thunder_moe.compilers.thunder.symbols import (
-    EXECUTOR,
-    OPERATOR_SYMBOLS,
-    SYMBOLS,
-    grouped_mm,
-    moe_experts,
-)
+from thunder_moe.compilers.thunder.symbols import EXECUTOR, OPERATOR_SYMBOLS, SYMBOLS, grouped_mm, moe_experts
 from thunder_moe.compilers.thunder.training_symbols import (
     activated_linear_call,
     bias_call,

@@ -58,11 +58,7 @@ from thunder_moe.compilers.thunder.training_symbols import (
     grouped_bias,
     scaled_activation,
 )
-from thunder_moe.compilers.thunder_compat import (
-    refuse_changes_in_graphs,
-    refuse_delayed_changes,
-    without_gradient,
-)
+from thunder_moe.compilers.thunder_compat import refuse_changes_in_graphs, refuse_delayed_changes, without_gradient
 from thunder_moe.formats.block_format import BLOCK_FORMATS, NVFP4
 from thunder_moe.weight_cache import pad_rows, stacked_layout
 
