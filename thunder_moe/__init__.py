@@ -32,6 +32,7 @@ if TYPE_CHECKING:
         SwiGLU,
         per_expert_state_dict,
     )
+    from thunder_moe.ops.decode_attention import decode_attention
     from thunder_moe.ops.experts import f16a_mxfp8weight_moe_experts, f16a_nvfp4weight_moe_experts, moe_experts
     from thunder_moe.ops.grouped_mm import f16a_mxfp8weight_scaled_grouped_mm, f16a_nvfp4weight_scaled_grouped_mm
     from thunder_moe.ops.grouped_mm_combine import (
@@ -83,6 +84,7 @@ _HOMES = {
     "ops.grouped_swiglu": ("f16a_mxfp8weight_grouped_swiglu", "f16a_nvfp4weight_grouped_swiglu"),
     "ops.route": ("moe_route",),
     "ops.scaled_mm": ("f16a_mxfp8weight_scaled_mm", "f16a_nvfp4weight_scaled_mm"),
+    "ops.decode_attention": ("decode_attention",),
     "ops.router": ("moe_linear_router", "moe_router"),
     "finetune.qat": ("finish_qat_", "prepare_qat_"),
     "quantization.quantize": ("dequantize_", "plan_quantization", "quantize_", "to_layout_"),
@@ -113,6 +115,7 @@ __all__ = [
     "ThunderMoeConfig",
     "add_lora_",
     "convert",
+    "decode_attention",
     "dequantize_",
     "f16a_mxfp8weight_grouped_mm_combine",
     "f16a_mxfp8weight_grouped_swiglu",

@@ -25,6 +25,7 @@
 #define __grid_constant__
 #define __launch_bounds__(...)
 #define __cluster_dims__(...)
+#define __trap() std::abort()
 static const char* dynamic_shared = nullptr;
 #define DYNAMIC_SHARED(type, name)                                 \
   alignas(16) static type name[(227 << 10) / sizeof(type)];        \

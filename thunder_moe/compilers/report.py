@@ -64,7 +64,7 @@ class RewriteEntry:
 
 @dataclass(frozen=True)
 class AttentionEntry:
-    """One call of scaled_dot_product_attention in a graph of torch.compile, whose program repeats keys and values.
+    """One call of scaled_dot_product_attention in a graph of torch.compile: of new tokens, or with repeated keys.
 
     Attributes:
         graph: which of the function's graphs, 0 for the first one compiled.
@@ -72,7 +72,8 @@ class AttentionEntry:
         key_heads: the number of heads of keys and values, before they are repeated.
         head_dim: width of a head of the keys.
         keys: their number, None if it varies from call to call.
-        decision: "grouped" (the heads of a group read the same keys) or "repeated" (as the program says).
+        decision: "fused" (the operator `decode_attention`), "grouped" (the heads of a group read the same keys) or
+            "repeated" (as the program says).
         reason: why.
         where: file:line of the call, where the compiler tells.
     """
@@ -138,7 +139,8 @@ class RewriteReport:
 
     Attributes:
         entries: the grouped GEMMs, over which it iterates too.
-        attention: attention that repeats keys and values, or would have without the rewrite.
+        attention: attention of new tokens that became one operator, and attention that repeats keys and values, or
+            would have without the rewrite.
         routers: softmax and top-k that `moe_router` computes, or could.
         calls: the calls of each graph of torch.compile with entries. A call that is not among them ran another program:
             in `torch.func` transforms, for one, or inside of a function that another backend compiles.

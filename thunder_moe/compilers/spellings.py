@@ -75,7 +75,17 @@ class Spelling:
 
 
 # Other names of arguments, in torch's functions and operators, in Thunder's symbols and in operators of ours.
-_ALIASES = dict(self="input", a="input", tensor="input", b="other", pred="condition", src="value", axis="dim")
+_ALIASES = dict(
+    self="input",
+    a="input",
+    tensor="input",
+    b="other",
+    pred="condition",
+    src="value",
+    axis="dim",
+    tensors="input",
+    source="value",
+)
 _ALIASES |= dict(axis0="dim0", axis1="dim1", keepdims="keepdim", split_size_or_sections="split_size")
 _ALIASES |= dict(x="mat_a", y="mat_a", offsets="offs")
 _GEMM, _FORM = "mat_a weight offs", "kind alpha limit up_shift interleave"
@@ -124,6 +134,13 @@ _TABLE = (
     Spelling("sum", "input dim keepdim dtype", "sum", functions=(aten.sum.dim_IntList,)),
     Spelling("silu", "input inplace", "", "silu"),
     Spelling("bmm", "input mat2", "bmm"),
+    # Norms, rotary embeddings and caches in front of attention: qwen3_moe of transformers 5.24
+    Spelling("pow", "input exponent", "pow"),
+    Spelling("mean", "input dim keepdim * dtype", "mean"),
+    Spelling("rsqrt", "input", "rsqrt"),
+    Spelling("neg", "input", "neg", functions=(operator.neg,)),
+    Spelling("cat", "input dim", "", "cat"),
+    Spelling("index_copy", "input dim index value", "index_copy_"),
     # Casts and views, for `keeps_order` too; llama4 of transformers 5.24 has repeat and transpose
     Spelling("cast", "input ...", "to type type_as float half bfloat16 bool", "torch_type", (aten._to_copy.default,)),
     Spelling("cast", "input ...", "int long double"),

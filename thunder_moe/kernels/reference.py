@@ -17,11 +17,13 @@ from thunder_moe.activations import SWIGLU, SwiGLUConfig, swiglu
 from thunder_moe.formats.registry import FORMATS as NUMBER_FORMATS
 from thunder_moe.formats.registry import dequantize_expert
 from thunder_moe.formats.weight import PackedWeight
+from thunder_moe.kernels.attention import decode_attention
 from thunder_moe.kernels.experts import ExpertsCall, unfused
 from thunder_moe.kernels.slow_paths import to_linear
 from thunder_moe.routing import combine, gather_rows, linear_router, route, router, row_groups, scale_of_rows
 
 __all__ = [
+    "decode_attention",
     "grouped_mm",
     "grouped_mm_combine",
     "grouped_mm_dgrad",

@@ -16,10 +16,12 @@ from thunder_moe.activations import SWIGLU, SwiGLUConfig, swiglu
 from thunder_moe.formats.nvfp4 import BLOCK_SIZE, E2M1_MAX, E4M3_MAX
 from thunder_moe.formats.weight import PackedWeight
 from thunder_moe.kernels import reference
+from thunder_moe.kernels.attention import decode_attention
 from thunder_moe.kernels.experts import ExpertsCall, unfused
 from thunder_moe.routing import combine, gather_rows, linear_router, live_rows, route, router, scale_of_rows
 
 __all__ = [
+    "decode_attention",
     "grouped_mm",
     "grouped_mm_combine",
     "grouped_mm_dgrad",

@@ -92,6 +92,7 @@ class Operator:
         signature_of: the function whose parameters the operator has, if `function` accepts any.
         of_nvfp4: the names of optional arguments that operators of other formats do not have.
         format: the number format of its packed weights, if it has any.
+        mutates: the names of arguments that it changes in place.
 
     Attributes:
         name: the name of the operator, without the namespace; the function's name has NVFP4's in it.
@@ -115,6 +116,7 @@ class Operator:
         signature_of: Callable[..., Any] | None = None,
         of_nvfp4: Sequence[str] = (),
         format: BlockFormat = NVFP4,
+        mutates: Sequence[str] = (),
     ) -> None:
         self.name, self.format = op_name_for(function.__name__, format), format
         self._shapes, self._check, self._check_values, self._dtype = shapes, check, check_values, dtype
@@ -151,7 +153,7 @@ class Operator:
         self._least = sum(parameters[name].default is inspect.Parameter.empty for name in self._positional)
         self._mru: tuple[Any, ...] = ()  # prepared chains, the most recently used first
         self.public = self._public()
-        schema = torch.library.infer_schema(self.public, mutates_args=())
+        schema = torch.library.infer_schema(self.public, mutates_args=tuple(mutates))
         library, self._overload = define(self.name, schema, self._run, self._fake)
         for key in ("CPU", "CUDA"):
             library.impl(self.name, self._run_plain, key)

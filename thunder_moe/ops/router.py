@@ -183,6 +183,7 @@ def _check_linear(
     top_k: int,
     logits_dtype: torch.dtype | None = None,
     scores_dtype: torch.dtype | None = None,
+    prefetch: bool = False,
     **options: Any,
 ) -> None:
     dtype, device = hidden_states.dtype, hidden_states.device
@@ -234,6 +235,7 @@ def moe_linear_router(
     mask_to_zero: bool = False,
     logits_dtype: torch.dtype | None = None,
     scores_dtype: torch.dtype | None = None,
+    prefetch: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Compute `moe_router` of a linear layer's logits, for inference: a backward raises an error.
 
@@ -248,6 +250,8 @@ def moe_linear_router(
         bias: (E,), as in `moe_router`: added to the scores for the choice alone.
         logits_dtype: None for the dtype of hidden_states, or float32.
         scores_dtype: the dtype of the scores; hidden_states' when None.
+        prefetch: on CUDA, the kernel may read the weight before the kernel in front of it has ended. It is right only
+            if that kernel does not write the weight; compilers, which know it, set it.
 
     Returns:
         What `moe_router` returns, and the logits (T, E).

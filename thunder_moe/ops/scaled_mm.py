@@ -74,7 +74,14 @@ def _shapes(activation: Tensor, weight: WeightOperands, *_: Any, **__: Any) -> t
     return ((*activation.shape[:-1], weight.codes.shape[1]),)
 
 
-def _check(activation: Tensor, weight: WeightOperands, bias: Tensor | None = None, *, layout: str = LINEAR) -> None:
+def _check(
+    activation: Tensor,
+    weight: WeightOperands,
+    bias: Tensor | None = None,
+    *,
+    layout: str = LINEAR,
+    prefetch: bool = False,
+) -> None:
     _check_operands("activation", activation, weight, layout, "in_features")
     check_optional("bias", bias, (weight.codes.shape[1],), activation)
 
@@ -87,7 +94,13 @@ def _run(name: str, rows: Tensor, weight: WeightOperands, layout: str) -> Tensor
 
 
 def _gradient(
-    grad: Tensor, weight: WeightOperands, bias: Tensor | None = None, *, needs: Any, layout: str = LINEAR
+    grad: Tensor,
+    weight: WeightOperands,
+    bias: Tensor | None = None,
+    *,
+    needs: Any,
+    layout: str = LINEAR,
+    prefetch: bool = False,
 ) -> tuple[Tensor | None, Tensor | None]:
     of_activation = of_bias = None
     if needs[0]:
@@ -108,7 +121,12 @@ _NAME = "f16a_nvfp4weight_scaled_mm"
     saved=slice(1, 3),
 )
 def f16a_nvfp4weight_scaled_mm(
-    activation: Tensor, weight: WeightOperands, bias: Tensor | None = None, *, layout: str = LINEAR
+    activation: Tensor,
+    weight: WeightOperands,
+    bias: Tensor | None = None,
+    *,
+    layout: str = LINEAR,
+    prefetch: bool = False,
 ) -> Tensor:
     """Compute `torch.nn.functional.linear` of 16-bit activations with an NVFP4 weight: ``activation @ w.T + bias``.
 
@@ -122,6 +140,8 @@ def f16a_nvfp4weight_scaled_mm(
         weight_global_scale: float32 () or (N,), the multiplier that decodes.
         bias: (N,), floating point of 16 bits or more.
         layout: the layout of the weight, one of `thunder_moe.formats.layouts.LAYOUTS`.
+        prefetch: on CUDA, the kernel may read the weight before the kernel in front of it has ended. It is right only
+            if that kernel does not write the weight; compilers, which know it, set it.
 
     Returns:
         (..., N) in the activation's dtype.

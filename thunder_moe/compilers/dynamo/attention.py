@@ -26,7 +26,7 @@ from thunder_moe.compilers.report import AttentionEntry
 from thunder_moe.compilers.spellings import keeps_order
 from thunder_moe.kernels.attention import cudnn_groups_heads_of
 
-__all__ = ["RepeatedAttention", "find_repeated_attention", "group_heads"]
+__all__ = ["RepeatedAttention", "behind_repeat", "find_repeated_attention", "group_heads"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -73,7 +73,7 @@ def find_repeated_attention(scope: Scope, *, on_any_device: bool) -> list[Repeat
         query, keys, values = (value_of(named.get(name)) for name in ("query", "key", "value"))
         if not all(isinstance(value, Tensor) and value.ndim == 4 for value in (query, keys, values)):
             continue
-        key, value = _behind_repeat(named["key"]), _behind_repeat(named["value"])
+        key, value = behind_repeat(named["key"]), behind_repeat(named["value"])
         if key is None or value is None or is_in_a_function_transform(query):
             continue
         by_cudnn = _groups_by_cudnn(scope, node, key, value)
@@ -119,7 +119,8 @@ def group_heads(found: RepeatedAttention) -> fx.Node:
     return out
 
 
-def _behind_repeat(node: Any) -> _Repeat | None:
+def behind_repeat(node: Any) -> _Repeat | None:
+    """Return what a node repeats for the heads of a group; None if it repeats nothing."""
     if calls(node, "repeat_interleave"):
         source, repeats, dim = (*given(node).values(), None)[:3]
         right = dim in (1, -3) and isinstance(repeats, int) and _repeats(source, node) == repeats

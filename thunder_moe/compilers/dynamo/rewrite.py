@@ -18,11 +18,13 @@ from torch import Tensor, fx
 
 from thunder_moe.compilers.dynamo.all_experts_bmm_pattern import AllExpertsBmm, find_all_experts_bmm
 from thunder_moe.compilers.dynamo.attention import find_repeated_attention, group_heads
+from thunder_moe.compilers.dynamo.decode_attention import fuse_decode_attention
 from thunder_moe.compilers.dynamo.expert_ids import remove_noop_masks
 from thunder_moe.compilers.dynamo.fused_moe_pattern import find_fused_moe, fused_moe_of_gathered_bmm
 from thunder_moe.compilers.dynamo.gathered_bmm_pattern import find_gathered_bmm
 from thunder_moe.compilers.dynamo.inputs import Rewritten, WeightInput, memory_of_inputs
 from thunder_moe.compilers.dynamo.nodes import value_of
+from thunder_moe.compilers.dynamo.prefetch import prefetch_operands
 from thunder_moe.compilers.dynamo.replace import (
     add_inputs,
     replace_all_experts_bmm,
@@ -61,6 +63,9 @@ def rewrite(
     scopes, weights = _scopes_and_weights(gm, example_inputs)
     if sum(remove_noop_masks(scope) for scope in scopes):
         scopes, weights = _scopes_and_weights(gm, example_inputs)
+    fused = [] if attention is False else fuse_decode_attention(scopes, on_any_device=attention is True)
+    if fused:
+        scopes, weights = _scopes_and_weights(gm, example_inputs)
     root = scopes[0]
     packing = _Packing(root, weights, example_inputs)
     plans = [_plan(scope, weights) for scope in scopes]
@@ -94,9 +99,10 @@ def rewrite(
         share_orders(scope.graph, program)
     sites = [site for plan in plans for site in plan.sites if site.weight is not None]
     rewritten = packing.finish(sites, memory, told_by)
+    prefetch_operands(scopes_of(gm, torch.is_grad_enabled()))
     for scope in scopes:
         scope.module.recompile()
-    return rewritten, decisions, [*(found.entry for found in repeated), *(entry for _, entry in routers)]
+    return rewritten, decisions, [*fused, *(found.entry for found in repeated), *(entry for _, entry in routers)]
 
 
 class _Packing:

@@ -29,6 +29,9 @@ from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengt
 from transformers.generation.utils import GENERATION_MODES_MAPPING
 
 from thunder_moe.compilers.dynamo.backend import compile_inner
+from thunder_moe.compilers.dynamo.decode_attention import fuse_decode_attention
+from thunder_moe.compilers.dynamo.prefetch import prefetch_operands
+from thunder_moe.compilers.dynamo.scopes import copy_of, scopes_of
 from thunder_moe.integrations.huggingface.sampling import Choice, choice_of
 from thunder_moe.progress import progress_bar
 
@@ -133,7 +136,8 @@ class _State:
     """The tensors of a decode step, at fixed addresses, and what runs it.
 
     Attributes:
-        cache: holds L tokens.
+        cache: holds L tokens; its layers share `filled`.
+        filled: int64 (), the tokens that it holds.
         token: (B, 1), the tokens that the next step reads.
         position: (B, 1), their positions.
         mask: (B, L), ones but for padding; None without padding.
@@ -147,6 +151,7 @@ class _State:
     """
 
     cache: Any
+    filled: Tensor
     token: Tensor
     position: Tensor
     mask: Tensor | None
@@ -157,6 +162,24 @@ class _State:
     compilations: int = 0
     captured: Any = None
     graphs: dict[Any, torch.cuda.CUDAGraph] = field(default_factory=dict)
+
+
+class _Layer(StaticLayer):  # type: ignore[no-untyped-call]
+    """A static layer of a cache whose layers count their tokens together, once a step instead of once a layer."""
+
+    def __init__(self, max_cache_len: int, filled: Tensor) -> None:
+        super().__init__(max_cache_len)
+        self.cumulative_length = filled
+
+    def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        places = torch.arange(key_states.shape[-2], device=key_states.device) + self.cumulative_length
+        assert self.keys is not None
+        assert self.values is not None
+        self.keys.index_copy_(2, places, key_states)
+        self.values.index_copy_(2, places, value_states)
+        return self.keys, self.values
 
 
 _LOCK = threading.RLock()  # a state serves one call at a time
@@ -229,21 +252,28 @@ class _Call:
             return torch.zeros(shape, dtype=dtype, device=self.model.device)
 
         cache = StaticCache(config=self.model.config, max_cache_len=room)
-        # The layers of sliding windows count their tokens in a Python number, which a graph would keep.
-        cache.layers = [StaticLayer(room) for _ in cache.layers]
+        # transformers' layers of sliding windows count their tokens in a Python number, which a graph would keep.
+        filled = zeros()
+        cache.layers = [_Layer(room, filled) for _ in cache.layers]
         vocabulary = self.model.config.get_text_config(decoder=True).vocab_size
         mask, seen = zeros(texts, room) if masked else None, zeros(texts, vocabulary, dtype=torch.bool)
-        state = _State(cache, zeros(texts, 1), zeros(texts, 1), mask, seen, zeros(1), zeros(texts, dtype=torch.bool))
+        done = zeros(texts, dtype=torch.bool)
+        state = _State(cache, filled, zeros(texts, 1), zeros(texts, 1), mask, seen, zeros(1), done)
         options = {self.cache_name: cache, "use_cache": True, "logits_to_keep": 1}
 
         def step(model: Any, token: Tensor, position: Tensor, mask: Tensor | None) -> Tensor:
             logits: Tensor = model(input_ids=token, position_ids=position, attention_mask=mask, **options).logits
+            filled.add_(1)
             return logits[:, -1].float()
 
         def compile_graph(graph: Any, inputs: Any) -> Any:
             assert backend is not None
             state.compilations += 1
-            return compile_inner(backend[0], graph, inputs, None, backend[1] or {}, False)
+            fused = copy_of(graph)
+            fuse_decode_attention(scopes_of(fused, False))
+            prefetch_operands(scopes_of(fused, False))
+            options = _options_of(fused) if backend == ("inductor", None) else backend[1] or {}
+            return compile_inner(backend[0], fused, inputs, None, options, False)
 
         state.step = (
             step if backend is None else torch.compile(step, backend=compile_graph, fullgraph=True, dynamic=False)
@@ -253,8 +283,7 @@ class _Call:
     def _reset(self, state: _State, ids: Tensor, mask: Tensor | None, choice: Choice) -> None:
         """Prepare a state for another prompt; what the cache holds behind its counted tokens is masked."""
         prompt = ids.shape[1]
-        for layer in state.cache.layers:
-            layer.cumulative_length.zero_()
+        state.filled.zero_()
         state.length.fill_(prompt)
         state.done.zero_()
         if state.mask is not None and mask is not None:
@@ -275,6 +304,7 @@ class _Call:
         options = {self.cache_name: state.cache, "use_cache": True, "logits_to_keep": 1}
         logits: Tensor = self.model(input_ids=ids, position_ids=positions, attention_mask=state.mask, **options).logits
         state.position.copy_(positions[:, -1:])
+        state.filled.fill_(ids.shape[1])
         return logits[:, -1].float()
 
     def _graph(self, state: _State, choice: Choice, step: Callable[[], None]) -> torch.cuda.CUDAGraph:
@@ -290,8 +320,7 @@ class _Call:
 
     def _capture(self, state: _State, step: Callable[[], None]) -> torch.cuda.CUDAGraph:
         """Capture a step that has run before, without a change of the state."""
-        counters = [layer.cumulative_length for layer in state.cache.layers]
-        changed = [state.token, state.position, state.length, state.done, state.seen, *counters]
+        changed = [state.token, state.position, state.length, state.done, state.seen, state.filled]
         before = [tensor.clone() for tensor in changed]
         stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
         with progress_bar(total=2, desc="fast_generate: warm up and capture the step", unit="stage") as bar:
@@ -312,6 +341,13 @@ class _Call:
                 ) from error
             bar.update()
         return graph
+
+
+def _options_of(graph: Any) -> dict[str, Any]:
+    """Return inductor's options for a step: its kernels overlap with ours, which pays if the dense layers are ours."""
+    ours = (str(node.target).endswith("weight_scaled_mm") for node in graph.graph.nodes)
+    overlaps = torch.cuda.is_available() and torch.cuda.get_device_capability() >= (9, 0)
+    return {"triton.enable_pdl": True} if overlaps and any(ours) else {}
 
 
 class _Stop:

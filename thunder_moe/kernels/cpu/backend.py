@@ -30,6 +30,7 @@ from thunder_moe.formats.block_format import MXFP8, NVFP4, BlockFormat
 from thunder_moe.formats.weight import PackedWeight
 from thunder_moe.kernels import code_cache, host_code
 from thunder_moe.kernels.arguments import DTYPE_CODES, as_kernel_float, dtype_code, pointer
+from thunder_moe.kernels.attention import decode_attention
 from thunder_moe.kernels.cpu.crossover import NEVER, ROWS, Limits, forced_limits, limits_for
 from thunder_moe.kernels.experts import ExpertsCall, unfused
 from thunder_moe.kernels.forks import ForkLock
@@ -37,6 +38,7 @@ from thunder_moe.kernels.slow_paths import to_linear
 from thunder_moe.routing import RouterConfig, gather_rows, row_groups, scale_of_rows
 
 __all__ = [
+    "decode_attention",
     "dequantize",
     "grouped_mm",
     "grouped_mm_combine",

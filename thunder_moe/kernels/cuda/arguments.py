@@ -10,6 +10,7 @@ __all__ = [
     "ActivationArguments",
     "BiasArguments",
     "CombineArguments",
+    "DecodeAttentionArguments",
     "DequantizeArguments",
     "GatherArguments",
     "GatherLowRankArguments",
@@ -107,7 +108,7 @@ class RouterLinearArguments(ctypes.Structure):
     _fields_ = (
         ("router", RouterArguments),
         *((name, ctypes.c_void_p) for name in ("x", "weight", "bias", "words")),
-        ("hidden_size", ctypes.c_int),
+        *((name, ctypes.c_int) for name in ("hidden_size", "prefetch")),
     )
 
 
@@ -140,6 +141,19 @@ class SwigluArguments(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("bias", "out")),
         *((name, ctypes.c_int) for name in ("rows", "num_experts", "features", "slot_scale_dtype", "bias_dtype")),
         *((name, ctypes.c_float) for name in ("alpha", "limit", "up_shift")),
+    )
+
+
+class DecodeAttentionArguments(ctypes.Structure):
+    """In decode_attention.cu."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("query", "key", "value", "key_cache", "value_cache", "position")),
+        *((name, ctypes.c_void_p) for name in ("mask", "cos", "sin", "query_norm", "key_norm", "out")),
+        *((name, ctypes.c_int64) for name in ("query_stride", "key_stride", "value_stride")),
+        *((name, ctypes.c_int64) for name in ("mask_stride", "angle_stride")),
+        *((name, ctypes.c_int) for name in ("key_heads", "groups", "length", "bool_mask", "prefetch")),
+        *((name, ctypes.c_float) for name in ("epsilon", "scale")),
     )
 
 

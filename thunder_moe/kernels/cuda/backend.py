@@ -47,6 +47,7 @@ __all__ = [
     "FORMATS",
     "MAX_EXPERTS",
     "combine",
+    "decode_attention",
     "dequantize",
     "grouped_mm",
     "grouped_mm_combine",
@@ -324,6 +325,17 @@ def linear_router(
     results: tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
     results = operators.run("moe_linear_router", *operands, **options)
     return results
+
+
+def decode_attention(*operands: Any) -> Tensor:
+    """Attend with one new token per text (B, Hq, D) and write to the cache, like the operator `decode_attention`."""
+    tensors, options = operands[:11], dict(zip(("epsilon", "scale"), operands[11:], strict=True))
+    result: Tensor | None = operators.attempt("decode_attention", *tensors, **options)
+    if result is None:
+        _, reason = operators.describe("decode_attention", tensors, options)
+        warn_once(("decode_attention", reason), f"decode_attention runs in plain torch, about 20 launches: {reason}")
+        return reference.decode_attention(*operands)
+    return result
 
 
 def row_starts(offsets: Tensor, rows: int) -> Tensor:

@@ -59,6 +59,9 @@ class Kernel:
         if shared_bytes > 0:  # together with static shared memory it may exceed the 48 KiB that need no attribute
             limit = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
             _check(driver.cuFuncSetAttribute(function, limit, shared_bytes))
+        if overlap:  # SM90: clusters of up to 16 blocks
+            large = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED
+            _check(driver.cuFuncSetAttribute(function, large, 1))
         (self.blocks_per_multiprocessor,) = _check(
             driver.cuOccupancyMaxActiveBlocksPerMultiprocessor(function, threads, shared_bytes)
         )

@@ -23,7 +23,7 @@ from thunder_moe.formats.layouts import LINEAR
 from thunder_moe.formats.weight import WeightOperands
 from thunder_moe.kernels import chains
 from thunder_moe.kernels.arguments import DTYPE_CODES
-from thunder_moe.kernels.cuda import prefill, prepared, router
+from thunder_moe.kernels.cuda import decode_attention, prefill, prepared, router
 from thunder_moe.kernels.cuda.chain import Address, ChainBuilder, launched
 from thunder_moe.kernels.cuda.configs import TILED, GemmConfig, choose_config
 from thunder_moe.kernels.cuda.linear import MAX_EXPERTS
@@ -266,6 +266,7 @@ def _gemm(
     bias: int | None = None,
     form: SwiGLUConfig | None = None,
     transposed: bool = False,
+    prefetch: bool = False,
 ) -> tuple[GemmSpec, Callable[..., Address]]:
     """Return the GEMM of (activation, codes, scale, global_scale, ...), and a function that appends it to the chain.
 
@@ -276,6 +277,7 @@ def _gemm(
         offsets, row_slot, slot_scale, bias: the positions of these arguments; None for no such argument.
         form: the form of the activation.
         transposed: the weight is (E, K, N).
+        prefetch: the kernel in front of this one does not write the weight.
     """
     positions = (offsets, row_slot, slot_scale, bias)
     ends, slots, scales, biases = (None if place is None else call.sample(place) for place in positions)
@@ -297,7 +299,7 @@ def _gemm(
 
     def append(out: Address | None = None, adapter: Adapter | None = None) -> Address:
         return prepared.append_gemm(
-            call.chain, spec, plan, call.places[0], weight, *addresses, out=out, adapter=adapter
+            call.chain, spec, plan, call.places[0], weight, *addresses, out=out, adapter=adapter, prefetch=prefetch
         )  # fmt: skip
 
     return spec, append
@@ -322,8 +324,10 @@ def _scaled_grouped_mm(call: _Call, *, layout: str = LINEAR, config: GemmConfig 
     return _finished_gemm(call, _gemm(call, layout, config, bias=7))
 
 
-def _scaled_mm(call: _Call, *, layout: str = LINEAR, config: GemmConfig | None = None) -> Finish | None:
-    return _finished_gemm(call, _gemm(call, layout, config, offsets=None, bias=4))
+def _scaled_mm(
+    call: _Call, *, layout: str = LINEAR, config: GemmConfig | None = None, prefetch: bool = False
+) -> Finish | None:
+    return _finished_gemm(call, _gemm(call, layout, config, offsets=None, bias=4, prefetch=prefetch))
 
 
 def _grouped_swiglu(
@@ -463,8 +467,9 @@ def _moe_router(call: _Call, *, scores_dtype: torch.dtype | None = None, **route
 
 
 def _moe_linear_router(
-    call: _Call, *, logits_dtype: torch.dtype | None = None, scores_dtype: torch.dtype | None = None, **router_form: Any
-) -> None:
+    call: _Call, *, logits_dtype: torch.dtype | None = None, scores_dtype: torch.dtype | None = None,
+    prefetch: bool = False, **router_form: Any,
+) -> None:  # fmt: skip
     hidden, weight = call.samples[:2]
     linear_bias, bias = call.sample(2), call.sample(3)
     _require_contiguous(hidden, weight, linear_bias)
@@ -476,12 +481,29 @@ def _moe_linear_router(
         *shape, form, logits_dtype or hidden.dtype, _dtype(bias), scores_dtype or hidden.dtype, target(hidden.device),
         hidden.shape[1], hidden.dtype, linear_bias is not None,
     )  # fmt: skip
-    router.append_linear_router(call.chain, spec, *(call.address(place) for place in range(4)))
+    router.append_linear_router(call.chain, spec, *(call.address(place) for place in range(4)), prefetch=prefetch)
+
+
+def _decode_attention(call: _Call, *, epsilon: float = 0.0, scale: float, prefetch: bool = False) -> Finish:
+    query, key, value, key_cache, value_cache, _, mask, cos, sin, *norms = (call.sample(place) for place in range(11))
+    (texts, heads, width), (_, key_heads, length, _) = query.shape, key_cache.shape
+    reason = decode_attention.unserved_reason(query.device, query.dtype, heads, key_heads, width)
+    _require(reason is None, f"no CUDA kernel serves {reason}")
+    _require(texts > 0 and length > 0, "there is nothing to compute")
+    _require_contiguous(key_cache, value_cache, *norms)
+    together = all(each.stride()[1:] == (width, 1) for each in (query, key, value))
+    together = together and all(each is None or each.stride(1) == 1 for each in (mask, cos, sin))
+    _require(together, "a row of an operand is not contiguous")
+    _require(cos is None or cos.stride() == sin.stride(), "cos and sin have different strides")
+    samples, places = ([get(place) for place in range(11)] for get in (call.sample, call.address))
+    decode_attention.append_decode_attention(call.chain, samples, places, epsilon, scale, prefetch)
+    return lambda _, results: results[0]
 
 
 # The function that describes an operator's chain, by the operator's name in NVFP4.
 _OPERATORS: dict[str, Callable[..., Any]] = {
     "combine": _combine,
+    "decode_attention": _decode_attention,
     "f16a_nvfp4weight_scaled_grouped_mm": _scaled_grouped_mm,
     "f16a_nvfp4weight_grouped_swiglu": _grouped_swiglu,
     "f16a_nvfp4weight_grouped_mm_combine": _grouped_mm_combine,

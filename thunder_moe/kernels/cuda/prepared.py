@@ -110,6 +110,7 @@ def append_gemm(
     out: Address | None = None,
     after_gemm: bool = False,
     adapter: Adapter | None = None,
+    prefetch: bool = False,
 ) -> Address:
     """Append a grouped GEMM: (M, K) rows, or (T, K) tokens with row_slot -> (M, columns_of(spec)).
 
@@ -126,9 +127,12 @@ def append_gemm(
             exploits this starts while the other one still runs, so they get different semaphores.
         adapter: an adapter whose product is added before rows are rounded; its kernel is "tiled_wgmma", without
             stream-K.
+        prefetch: the launch before, whatever it is, does not write the weight. Clusters, which have no semaphores, then
+            read it early.
     """
     config, multiprocessors = plan.config, spec.target.multiprocessors
     late = after_gemm and config.kernel in ("tiled_mma", "tiled_cluster")
+    late = late or (prefetch and config.kernel == "tiled_cluster")
     if out is None:
         out = chain.scratch(2 * spec.rows * columns_of(spec))
     counter = semaphores = row_sums = sums = None

@@ -104,6 +104,8 @@ def append_linear_router(
     weight: Address,
     linear_bias: Address | None,
     bias: Address | None,
+    *,
+    prefetch: bool,
 ) -> None:
     """Append a router's linear layer, the choice of experts and the sort of assignments by expert, and declare their
     results: scores, expert_ids, row_slot, offsets, slot_row and logits.
@@ -115,6 +117,7 @@ def append_linear_router(
         weight: (E, H).
         linear_bias: (E,), of the linear layer.
         bias: (E,), of the choice.
+        prefetch: the kernel in front of this one does not write the weight.
     """
     tokens, experts, threads = spec.tokens, spec.num_experts, _LINEAR_THREADS
     per_lane, by = _kind_of_kernel(spec)
@@ -124,7 +127,7 @@ def append_linear_router(
     words = chain.semaphores(-(-tokens * experts // CACHE_LINE) * CACHE_LINE)
     fields = (
         logits, bias, scores, ids, None, row_slot, offsets, slot_row, *_numbers(spec, tokens),
-        x, weight, linear_bias, words, spec.hidden_size,
+        x, weight, linear_bias, words, spec.hidden_size, prefetch,
     )  # fmt: skip
     blocks = -(-experts // (threads // 32))
     chain.launch(SOURCES, f"router_linear<{flags}>", threads, 0, blocks, RouterLinearArguments, fields)

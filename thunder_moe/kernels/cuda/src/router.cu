@@ -28,6 +28,7 @@ struct RouterLinearArguments {
   const uint16_t* bias;    // (E,) of the linear layer, or null
   uint32_t* words;         // (T, E): zero before and after
   int hidden_size;         // H, a multiple of 8
+  int prefetch;            // the kernel before does not write `weight`
 };
 
 constexpr uint32_t kAll = 0xffffffffu;
@@ -346,20 +347,26 @@ __global__ void __launch_bounds__(THREADS) router_one_block(const RouterArgument
 // the order of their indices, so the blocks that it waits for are running.
 template <bool BF16, int PER_LANE, int BY, int THREADS, int TOKENS>
 __global__ void __launch_bounds__(THREADS) router_linear(const RouterLinearArguments args) {
-  await_previous_kernel();
   __shared__ uint32_t received[TOKENS * 32 * PER_LANE];  // the logits, in their own dtype
-  RouterArguments router = args.router;
-  const bool wide = router.logits_dtype == 0;
+  constexpr int kAhead = TOKENS == 1 ? 8 : 4;             // parts of 256 weights that are loaded first
   const int lane = threadIdx.x % 32, expert = blockIdx.x * (THREADS / 32) + threadIdx.x / 32;
-  const uint16_t* const weight = args.weight + static_cast<int64_t>(min(expert, router.num_experts - 1)) * args.hidden_size;
+  const uint16_t* const weight = args.weight + static_cast<int64_t>(min(expert, args.router.num_experts - 1)) * args.hidden_size;
   struct alignas(16) Eight {
     uint16_t of[8];
+  } ahead[kAhead];
+  const auto load = [&] {
+#pragma unroll
+    for (int i = 0; i < kAhead; ++i)
+      if (8 * lane + 256 * i < args.hidden_size) *reinterpret_cast<uint4*>(ahead[i].of) = *reinterpret_cast<const uint4*>(weight + 8 * lane + 256 * i);
   };
+  if (args.prefetch) load();
+  await_previous_kernel();
+  if (!args.prefetch) load();
+  RouterArguments router = args.router;
+  const bool wide = router.logits_dtype == 0;
   float sum[TOKENS] = {};
-#pragma unroll(TOKENS == 1 ? 8 : 4)
-  for (int k = 8 * lane; k < args.hidden_size; k += 256) {
-    Eight w, x[TOKENS];
-    *reinterpret_cast<uint4*>(w.of) = *reinterpret_cast<const uint4*>(weight + k);
+  const auto multiply = [&](const Eight& w, int k) {
+    Eight x[TOKENS];
 #pragma unroll
     for (int t = 0; t < TOKENS; ++t)
       *reinterpret_cast<uint4*>(x[t].of) = *reinterpret_cast<const uint4*>(args.x + static_cast<int64_t>(t) * args.hidden_size + k);
@@ -367,6 +374,15 @@ __global__ void __launch_bounds__(THREADS) router_linear(const RouterLinearArgum
     for (int i = 0; i < 8; ++i)
 #pragma unroll
       for (int t = 0; t < TOKENS; ++t) sum[t] += widen<BF16>(w.of[i]) * widen<BF16>(x[t].of[i]);
+  };
+#pragma unroll
+  for (int i = 0; i < kAhead; ++i)
+    if (8 * lane + 256 * i < args.hidden_size) multiply(ahead[i], 8 * lane + 256 * i);
+#pragma unroll(kAhead)
+  for (int k = 8 * lane + 256 * kAhead; k < args.hidden_size; k += 256) {
+    Eight w;
+    *reinterpret_cast<uint4*>(w.of) = *reinterpret_cast<const uint4*>(weight + k);
+    multiply(w, k);
   }
 #pragma unroll
   for (int t = 0; t < TOKENS; ++t) {

@@ -1,0 +1,89 @@
+"""Operands that kernels may read early: where the graph proves that nothing writes them, and nowhere else.
+Called by pytest; reads the graphs that `prefetch_operands` leaves.
+"""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import thunder_moe
+from thunder_moe.compilers.dynamo.prefetch import prefetch_operands
+from thunder_moe.compilers.dynamo.scopes import copy_of, scopes_of
+from thunder_moe.formats import nvfp4
+
+N, K = 64, 64
+
+
+def prefetched(function, *arguments):
+    """Return, for each operator of the package in a function's graph in order, if it reads an operand early."""
+    found = []
+
+    def backend(gm, inputs):
+        graph = copy_of(gm)
+        prefetch_operands(scopes_of(graph, False))
+        ours = [node for node in graph.graph.nodes if "thunder_moe" in str(node.target)]
+        found.extend(bool(node.kwargs.get("prefetch")) for node in ours)
+        return graph
+
+    torch._dynamo.reset()
+    with torch.no_grad():
+        torch.compile(function, backend=backend, fullgraph=True)(*arguments)
+    return found
+
+
+@pytest.fixture
+def weight():
+    packed = nvfp4.quantize(torch.randn(1, N, K))
+    return packed.qdata[0].t(), packed.scale[0], packed.global_scale[0]
+
+
+def norm(x):
+    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6)
+
+
+def linear(x, weight):
+    return thunder_moe.f16a_nvfp4weight_scaled_mm(x, *weight)
+
+
+def test_behind_another_kernel(weight):
+    assert prefetched(lambda x: linear(norm(x), weight), torch.randn(1, K)) == [True]
+    assert prefetched(lambda x: linear(linear(x, weight), weight), torch.randn(1, K)) == [False, True]
+    ids, table = torch.tensor([1]), torch.randn(4, K)
+    assert prefetched(lambda: linear(F.embedding(ids, table), weight)) == [True]
+
+
+def test_the_first_kernel_of_a_graph_waits(weight):
+    """The kernel in front of it is another program's, which may have written the weight."""
+    assert prefetched(lambda x: linear(x.view(1, K), weight), torch.randn(K)) == [False]
+    assert prefetched(lambda x: linear(x.to(x.dtype), weight), torch.randn(1, K)) == [False]
+
+
+def test_a_weight_that_the_graph_changes_waits(weight):
+    def step(x, codes, scale, global_scale):
+        y = linear(norm(x), (codes, scale, global_scale))
+        global_scale.mul_(2)
+        return y
+
+    assert prefetched(step, torch.randn(1, K), *weight) == [False]
+
+
+def test_a_weight_that_the_graph_makes_waits(weight):
+    assert prefetched(lambda x: linear(norm(x), (weight[0], weight[1], weight[2] * 2)), torch.randn(1, K)) == [False]
+
+
+def test_routers(weight):
+    def step(x, gate):
+        return thunder_moe.moe_linear_router(norm(x), gate, top_k=2)
+
+    assert prefetched(step, torch.randn(1, K), torch.randn(8, K)) == [True]
+
+
+@pytest.mark.parametrize("changed", [False, True])
+def test_caches_are_changed_by_the_attention_alone(changed):
+    def step(x, keys, values, position):
+        q, k, v = norm(x).split([4, 2, 2], 1)
+        out = thunder_moe.decode_attention(q, k, v, keys, values, position, scale=1.0)
+        return out if not changed else (out, keys.mul_(2))
+
+    caches = torch.randn(2, 1, 2, 16, 64).unbind()
+    assert prefetched(step, torch.randn(1, 8, 64), *caches, torch.tensor([3])) == [not changed]

@@ -1,0 +1,76 @@
+"""The kernel of decode_attention, run by the emulator on a CPU and by a GPU, against float64.
+Called by pytest; judged by decode_attention_cases.py.
+"""
+
+import pytest
+import torch
+from decode_attention_cases import CASES, make, oracle
+from fast_cases import others_slow
+from oracle import relative_error
+
+from thunder_moe.kernels.cuda import backend as cuda
+from thunder_moe.kernels.cuda import decode_attention as launches
+
+TOLERANCE = {torch.bfloat16: 6e-3, torch.float16: 1e-3}
+SPLITS = (1, 2, 8, 16)
+FAST = [("qwen3", 8, torch.float16), ("16 heads a key", 2, torch.bfloat16), ("first token", 1, torch.bfloat16)]
+
+
+def check(operands):
+    wanted, keys, values = oracle(*operands)
+    actual = cuda.decode_attention(*operands)
+    assert actual.shape == operands[0].shape
+    assert actual.dtype == operands[0].dtype
+    assert relative_error(actual, wanted) < TOLERANCE[actual.dtype]
+    assert torch.equal(operands[4], values)
+    assert relative_error(operands[3], keys) < 1e-4  # a norm's last bit
+    changed = torch.arange(keys.shape[2], device=keys.device) != operands[5]
+    assert torch.equal(operands[3][:, :, changed], keys[:, :, changed])
+
+
+@pytest.mark.parametrize(
+    ("case", "splits", "dtype"),
+    [*FAST, *others_slow([(case, splits, dtype) for case in CASES for splits in SPLITS for dtype in TOLERANCE], FAST)],
+)
+def test_equals_float64(device, monkeypatch, case, splits, dtype):
+    monkeypatch.setattr(launches, "_splits", lambda *_: splits)
+    *sizes, options = CASES[case]
+    check(make(device, dtype, *sizes, **options))
+
+
+def test_parts_of_one_projection(device):
+    """Query, key and value of two texts are columns of one matrix, as a fused projection gives them."""
+    operands = make(device, torch.bfloat16, 2, 8, 2, 64, 40)
+    together = torch.cat([each.flatten(1) for each in operands[:3]], 1)
+    parts = together.split([8 * 64, 2 * 64, 2 * 64], 1)
+    operands[:3] = [part.unflatten(1, (-1, 64)) for part in parts]
+    assert not operands[0].is_contiguous()
+    check(operands)
+
+
+def test_stale_keys_and_values_make_no_difference(device):
+    """The cache holds NaN where the new token goes."""
+    operands = make(device, torch.bfloat16, 2, 8, 2, 64, 40)
+    for cache in operands[3:5]:
+        cache[:, :, int(operands[5])] = torch.nan
+    check(operands)
+
+
+def test_a_text_that_attends_to_nothing_gets_zeros(device):
+    operands = make(device, torch.bfloat16, 2, 4, 2, 64, 40, mask="bool")
+    operands[6][1] = False
+    check(operands)
+    assert not cuda.decode_attention(*operands)[1].any()
+
+
+def test_what_no_kernel_serves_runs_in_plain_torch(device):
+    operands = make(device, torch.bfloat16, 1, 4, 2, 96, 20)
+    with pytest.warns(UserWarning, match="decode_attention runs in plain torch.*heads of 96 numbers"):
+        check(operands)
+
+
+@pytest.mark.parametrize(
+    ("pairs", "length", "splits"), [(4, 768, 8), (4, 4096, 16), (32, 768, 2), (128, 768, 1), (4, 20, 2), (200, 64, 1)]
+)
+def test_splits_of_an_h200(pairs, length, splits):
+    assert launches._splits(pairs, length, 132) == splits

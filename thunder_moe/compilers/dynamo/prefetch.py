@@ -1,0 +1,68 @@
+"""Lets kernels of a graph read their weights, or a cache, before the kernel in front of them has ended.
+Called by rewrite.py and huggingface/generation.py; calls scopes.py.
+
+A CUDA kernel whose operator is called with prefetch=True starts with what the graph does not change, while the kernel
+in front of it still runs. So that kernel must not write it. Two things are required of a graph:
+
+- No step of it changes the weight, which is an input. For a cache, no step but the operator itself.
+- A kernel of the graph runs in front of the operator's. It waits for all kernels in front of the graph, one of which
+  may have written the weight.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import fx
+
+from thunder_moe.compilers.dynamo.effects import storages_of
+from thunder_moe.compilers.dynamo.nodes import calls, value_of
+from thunder_moe.compilers.dynamo.scopes import Scope
+from thunder_moe.formats.block_format import BLOCK_FORMATS
+from thunder_moe.ops import decode_attention, router, scaled_mm  # noqa: F401  (register the operators)
+
+__all__ = ["prefetch_operands"]
+
+_OPS = torch.ops.thunder_moe
+# The positions of the operands that are read early, by operator.
+_READ_EARLY: dict[Any, slice] = {_OPS.decode_attention: slice(3, 5), _OPS.moe_linear_router: slice(1, 2)}
+_READ_EARLY |= {
+    getattr(_OPS, f"f16a_{name}weight_scaled_mm"): slice(1, 1 + len(known.fields))
+    for name, known in BLOCK_FORMATS.items()
+}
+_READ_EARLY |= {packet.default: places for packet, places in _READ_EARLY.items()}
+
+
+def prefetch_operands(scopes: Sequence[Scope]) -> None:
+    """Set `prefetch` of the operators that may read an operand early, in dynamo's graph; nested graphs stay as they
+    are.
+
+    Args:
+        scopes: `scopes_of` the graph as it is.
+    """
+    root = scopes[0]
+    behind: set[fx.Node] = set()  # the nodes behind a kernel
+    for node in root.graph.nodes:
+        if any(source in behind or _launches(source) for source in node.all_input_nodes):
+            behind.add(node)
+        places = _READ_EARLY.get(node.target) if node.op == "call_function" else None
+        if places is not None and node in behind and _is_settled(root, node, node.args[places]):
+            node.kwargs = {**node.kwargs, "prefetch": True}
+
+
+def _launches(node: fx.Node) -> bool:
+    """True if a node launches a kernel, whatever the compiler makes of it."""
+    ours = str(node.target).startswith("thunder_moe.")
+    return node.op == "call_function" and (ours or node.target is F.embedding or calls(node, "rsqrt", "attention"))
+
+
+def _is_settled(root: Scope, node: fx.Node, operands: Sequence[Any]) -> bool:
+    """True if operands are inputs of the graph that no other step of it changes."""
+    storages = storages_of([value_of(operand) for operand in operands])
+    known = all(value_of(operand) is not None for operand in operands if operand is not None)
+    own = root.positions[node]
+    changed = any(step.changes(storages) for at, step in enumerate(root.program.steps) if at != own)
+    return known and storages <= root.input_storages and not changed
