@@ -75,17 +75,8 @@ class Spelling:
 
 
 # Other names of arguments, in torch's functions and operators, in Thunder's symbols and in operators of ours.
-_ALIASES = dict(
-    self="input",
-    a="input",
-    tensor="input",
-    b="other",
-    pred="condition",
-    src="value",
-    axis="dim",
-    tensors="input",
-    source="value",
-)
+_ALIASES = dict(self="input", a="input", tensor="input", tensors="input", b="other", pred="condition", axis="dim")
+_ALIASES |= dict(src="value", source="value")
 _ALIASES |= dict(axis0="dim0", axis1="dim1", keepdims="keepdim", split_size_or_sections="split_size")
 _ALIASES |= dict(x="mat_a", y="mat_a", offsets="offs")
 _GEMM, _FORM = "mat_a weight offs", "kind alpha limit up_shift interleave"
