@@ -37,7 +37,7 @@ def functions(file: str) -> dict[str, str]:
 
 def test_each_change_of_thunder_is_in_the_table():
     """Functions of compat.py name the release that ends them, in whose row the page names them."""
-    file = "compilers/thunder/compat.py"
+    file = "compilers/thunder_compat.py"
     known = {name for name, text in functions(file).items() if "Unnecessary from the first Thunder release" in text}
     assert known == {name for row in rows("## What is changed in Thunder") for name in quoted(row[-1])} & {
         *functions(file)

@@ -50,7 +50,7 @@ UPWARDS = {
 # Their imports inside of functions load what they have registered when another package asks for it.
 REGISTRATIONS = (
     "thunder_moe.registration",
-    "thunder_moe.compilers.thunder.compat",  # the plugin
+    "thunder_moe.compilers.thunder_compat",  # the plugin
 )
 # Optional packages, and the only part of the package that imports each, but for what `ELSEWHERE` gives a reason for.
 OPTIONAL = {
@@ -60,7 +60,7 @@ OPTIONAL = {
 }
 ELSEWHERE = {
     ("thunder", "thunder_moe.compilers.report"): "rewrite_report asks for the traces of a compiled function; lazily",
-    ("transformers", "thunder_moe.compilers.thunder.compat"): "cures what Thunder makes of its masks; lazily",
+    ("transformers", "thunder_moe.compilers.thunder_compat"): "cures what Thunder makes of its masks; lazily",
 }
 
 

@@ -1,5 +1,5 @@
 """`register` and `unregister`: this package's entries in the registries of torch.compile, Thunder and transformers.
-Called by users, and by `import thunder_moe` for the packages that are imported already; calls compilers.thunder.compat
+Called by users, and by `import thunder_moe` for the packages that are imported already; calls compilers.thunder_compat
 and integrations.huggingface.quantizer, which import Thunder and transformers.
 
 docs/changes.md lists every entry, and all that is replaced.
@@ -16,7 +16,7 @@ from collections.abc import Callable
 
 __all__ = ["on_import", "register", "unregister"]
 
-_COMPAT = "thunder_moe.compilers.thunder.compat"
+_COMPAT = "thunder_moe.compilers.thunder_compat"
 _QUANTIZER = "thunder_moe.integrations.huggingface.quantizer"  # importing it adds the entries in transformers
 
 

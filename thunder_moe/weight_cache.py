@@ -107,12 +107,19 @@ def operands(
     interleaved: int = 0,
     layout: str = LINEAR,
     format: str = NVFP4.name,
+    names: str = "a weight",
 ) -> _Tensors:
     """Return the weight of `get` as operands: (fp4_weight, weight_scaling_factor, weight_global_scale).
 
     In MXFP8 they are (fp8_weight, weight_scaling_factor). In layout "swizzled_128x4" fp4_weight is float4_e2m1fn_x2.
+
+    Raises:
+        ValueError: as `get`, with the names of the weights.
     """
-    return _entry(weights, ("quantize", transposed, interleaved, layout, format)).operands
+    try:
+        return _entry(weights, ("quantize", transposed, interleaved, layout, format)).operands
+    except ValueError as error:
+        raise ValueError(f"cannot quantize {names}: {error}") from error
 
 
 def swizzled(

@@ -30,7 +30,7 @@ from thunder_moe.kernels.select import use_backend
 from thunder_moe.nn import NVFP4GroupedLinear, NVFP4GroupedSwiGLU
 from thunder_moe.progress import progress_bar
 
-import thunder  # isort: skip  (after moe_executor: see compilers/thunder/compat.py)
+import thunder  # isort: skip  (after moe_executor: see compilers/thunder_compat.py)
 from thunder.executors.nvfuserex import nvfuserex  # isort: skip
 
 STEM = "nvfuser"

@@ -96,4 +96,4 @@ def test_other_code_computes_what_it_says(compiler, function):
         [] if fused is None else ["moe_router" if fused else "as written"]
     )
     if fused is False:
-        assert re.search("in place|grad mode|chooses 3 of 2", report()[0].reason)
+        assert re.search("in place|grad mode|chooses 3 of the 2", report()[0].reason)

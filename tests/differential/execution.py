@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from thunder_moe import moe_executor, refresh_, register, rewrite_report
-from thunder_moe.compilers.thunder.compat import original_thunderfx
+from thunder_moe.compilers.thunder_compat import original_thunderfx
 
 from .programs import Program, Statement
 from .runtime import Call, Run, checkpoint, device, exact, gc, is_exact

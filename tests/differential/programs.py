@@ -512,9 +512,9 @@ class Generator:
         """All experts on all tokens, and the router's choice in their factors: Llama 4's layer in transformers."""
         if not self.use("dense experts"):
             return self.plain(body, rows)
-        k, n, width = self.widths[rows], self.random.choice(self.halves), self.random.choice(self.sizes)
-        gate_up, down = self.weight(2 * n, k, True), self.weight(width, n, True)
-        logits, y = self.name("logits"), self.name("y", width)
+        k, n = self.widths[rows], self.random.choice(self.halves)
+        gate_up, down = self.weight(2 * n, k, True), self.weight(k, n, True)
+        logits, y = self.name("logits"), self.name("y", k)
         self.program.weights.append(
             Statement(
                 f'self.register_buffer("{logits}", torch.linspace(-3, 3, 97)[torch.arange(64 * {self.experts})'
@@ -531,7 +531,7 @@ class Generator:
             gate_up_mm,
             "gate, up = both.chunk(2, dim=-1)",
             f"routed = torch.bmm(up * F.silu(gate), {down.read})",
-            f"{y} = routed.view(-1, {width}).reshape({self.experts}, -1, {width}).sum(dim=0)",
+            f"{y} = routed.view(-1, {k}).reshape({self.experts}, -1, {k}).sum(dim=0)",
         ]
         for line in lines:
             body.append(Statement(line))

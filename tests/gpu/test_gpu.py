@@ -54,7 +54,7 @@ from thunder_moe.ops.grouped_mm import operands
 from thunder_moe.ops.operator import OPERATORS
 from thunder_moe.routing import route as plain_route
 
-import thunder  # isort: skip  (after moe_executor: see compilers/compat.py)
+import thunder  # isort: skip  (after moe_executor: see compilers/thunder_compat.py)
 
 pytestmark = [
     pytest.mark.gpu,

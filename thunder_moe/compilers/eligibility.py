@@ -28,7 +28,6 @@ from thunder_moe.formats.registry import FORMATS, find_format
 from thunder_moe.selection import require_signature
 
 __all__ = [
-    "EXPERTS",
     "QUANTIZED",
     "Decision",
     "Format",
@@ -114,15 +113,12 @@ def in_chosen_format(gemm: GroupedGemm) -> GroupedGemm:
         ValueError: the option names no format.
     """
     choice = _CHOSEN.get()
-    name: str | None
     if isinstance(choice, str):
-        name = choice
-    elif gemm.weight is None:
+        return replace(gemm, format=choice)
+    if gemm.weight is None:
         return gemm
-    else:
-        name = choice(gemm, gemm.weight)
-        name = None if name is None else find_format(name).name
-    return gemm if name == gemm.format else replace(gemm, format=name)
+    name = choice(gemm, gemm.weight)
+    return replace(gemm, format=None if name is None else find_format(name).name)
 
 
 def common_format(*gemms: GroupedGemm) -> str:
@@ -195,17 +191,18 @@ def swaps_last_dims(weight: torch.Tensor, view: torch.Tensor) -> bool | None:
 # The report of one GEMM: (its names and sizes, "16-bit" or its format with or without " + swiglu", why).
 Decision = tuple[GroupedGemm, str, str]
 
-# The decision that a report shows for the operators of modules that `quantize_` has swapped in, by operator name.
-QUANTIZED = {
-    f"f16a_{format}weight_{stem}": f"{format}{fused}"
-    for format in BLOCK_FORMATS
-    for stem, fused in (("scaled_grouped_mm", ""), ("grouped_swiglu", " + swiglu"), ("grouped_mm_combine", ""))
-}
-# The operators of whole layers: the positions of gate_up and down among the arguments, and the decision on each.
-EXPERTS = {
-    f"f16a_{format}weight_moe_experts": ((3, f"{format} + swiglu"), (3 + len(known.fields), format))
-    for format, known in BLOCK_FORMATS.items()
-}
+# The operators with packed weights, by name: (position, decision) of each weight among the arguments. Reports show the
+# decision for modules that `quantize_` has swapped in.
+QUANTIZED: dict[str, tuple[tuple[int, str], ...]] = {}
+for _format, _known in BLOCK_FORMATS.items():
+    _fused, _down = f"{_format} + swiglu", 3 + len(_known.fields)
+    QUANTIZED |= {
+        f"f16a_{_format}weight_scaled_grouped_mm": ((1, _format),),
+        f"f16a_{_format}weight_grouped_swiglu": ((1, _fused),),
+        f"f16a_{_format}weight_grouped_mm_combine": ((1, _format),),
+        f"f16a_{_format}weight_moe_experts": ((3, _fused), (_down, _format)),
+        f"f16a_{_format}weight_moe_experts_lora": ((3, _format), (_down, _format)),
+    }
 
 
 def describe(
@@ -219,20 +216,16 @@ def describe(
 ) -> Decision:
     """Return the decision on a GEMM, as reports show it.
 
-    Args:
-        gemm: names and sizes.
-        declined: what `decline_reason` said of it.
-        requires_grad: the weight's requires_grad, whether or not gradients are enabled.
-        fused: it becomes part of a fused SwiGLU, if it is rewritten.
-        unfused: `Program.reason_against_fusing` of the SwiGLU that it stays out of.
-        whole: all of the layer's experts become one operator.
+    `declined` is its `decline_reason`, and `requires_grad` the weight's, in any grad mode. If it is rewritten, it is
+    `fused` with its SwiGLU (`unfused` says why it is not), or a part of the one operator of a `whole` layer.
     """
     if declined is not None:
         return gemm, "16-bit", declined
     reason = "gradients are disabled" if requires_grad else "the weight is frozen"
     if whole:
-        decision = f"{gemm.format} + swiglu" if fused else str(gemm.format)
-        return gemm, decision, f"{reason}; the experts of the layer in one operator"
-    if fused:
-        return gemm, f"{gemm.format} + swiglu", f"{reason}; gate, up and SwiGLU in one operator"
-    return gemm, str(gemm.format), reason if unfused is None else f"{reason}; not fused with its SwiGLU: {unfused}"
+        reason = f"{reason}; the experts of the layer in one operator"
+    elif fused:
+        reason = f"{reason}; gate, up and SwiGLU in one operator"
+    elif unfused is not None:
+        reason = f"{reason}; not fused with its SwiGLU: {unfused}"
+    return gemm, f"{gemm.format} + swiglu" if fused else str(gemm.format), reason

@@ -163,41 +163,37 @@ class RewriteReport:
         return len(self.entries)
 
     def __str__(self) -> str:
-        rows: list[tuple[str, ...]] = [("graph", "weight", "experts x out x in", "rows", "decision", "reason")]
-        for entry in self.entries:
-            gemm = entry.gemm
-            sizes = f"{gemm.experts} x {gemm.out_features} x {gemm.in_features}"
-            rows.append((
-                str(entry.graph), gemm.weight or "?", sizes, _number(gemm.rows), entry.decision,
-                _at(entry.reason, gemm.where),
-            ))  # fmt: skip
-        tables = [_table(rows) if self.entries else "no grouped GEMM was compiled"]
-        rows = [("graph", "heads / key heads x width", "keys", "attention", "reason")]
-        for each in self.attention:
-            heads = f"{each.heads} / {each.key_heads} x {each.head_dim}"
-            rows.append((str(each.graph), heads, _number(each.keys), each.decision, _at(each.reason, each.where)))
-        tables += [_table(rows)] if self.attention else []
-        rows = [("graph", "experts / top-k", "tokens", "router", "reason")]
-        for one in self.routers:
-            sizes = f"{one.experts} / {one.top_k}"
-            rows.append((str(one.graph), sizes, _number(one.tokens), one.decision, _at(one.reason, one.where)))
-        tables += [_table(rows)] if self.routers else []
+        gemms = [
+            (e.graph, e.gemm.weight or "?", f"{e.gemm.experts} x {e.gemm.out_features} x {e.gemm.in_features}",
+             e.gemm.rows, e.decision, _at(e.reason, e.gemm.where))
+            for e in self.entries
+        ]  # fmt: skip
+        attention = [
+            (a.graph, f"{a.heads} / {a.key_heads} x {a.head_dim}", a.keys, a.decision, _at(a.reason, a.where))
+            for a in self.attention
+        ]
+        routers = [
+            (r.graph, f"{r.experts} / {r.top_k}", r.tokens, r.decision, _at(r.reason, r.where)) for r in self.routers
+        ]
+        tables = [
+            _table(("graph", "weight", "experts x out x in", "rows", "decision", "reason"), gemms),
+            _table(("graph", "heads / key heads x width", "keys", "attention", "reason"), attention),
+            _table(("graph", "experts / top-k", "tokens", "router", "reason"), routers),
+        ]
         uncounted = "not counted: calls in torch.func transforms and functions of other backends, which run as written"
         tables += ["\n".join([*map(str, self.calls), uncounted])] if self.calls else []
-        return "\n\n".join(tables)
-
-
-def _number(size: int | None) -> str:
-    return "varies" if size is None else str(size)
+        return "\n\n".join(["no grouped GEMM was compiled"] * (not gemms) + list(filter(None, tables)))
 
 
 def _at(reason: str, where: str | None) -> str:
     return reason if where is None else f"{reason} ({where})"
 
 
-def _table(rows: list[tuple[str, ...]]) -> str:
+def _table(head: tuple[str, ...], entries: Sequence[tuple[Any, ...]]) -> str:
+    """Return a table, "" if it has no entries; a size that varies is None."""
+    rows = [head, *(["varies" if cell is None else str(cell) for cell in entry] for entry in entries)]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
+    return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows) if entries else ""
 
 
 @dataclass
@@ -211,34 +207,20 @@ class Calls:
 
 @dataclass(eq=False)
 class Graph:
-    """One graph.
+    """One graph."""
 
-    Attributes:
-        entries: a call that lists its grouped GEMMs.
-        frame: the line of the code where it was traced (torch.compile).
-        others: its attention and routers.
-        told_by: the position of a weight among the inputs, by which models that share the graph are told apart.
-        all_calls: the calls of a graph without such an input.
-        calls: by the id of that weight.
-    """
-
-    entries: Callable[[], list[RewriteEntry]]
-    frame: tuple[str, int] | None = None
-    others: tuple[Others, ...] = ()
+    entries: list[RewriteEntry]  # its grouped GEMMs
+    frame: tuple[str, int] | None = None  # the line of the code where it was traced (torch.compile)
+    others: tuple[Others, ...] = ()  # its attention and routers
+    # the position of a weight among the inputs, by which models that share the graph are told apart
     told_by: int | None = None
-    all_calls: Calls | None = None
-    calls: dict[int, Calls] = field(default_factory=dict)
-
-    @property
-    def has_weight(self) -> bool:
-        return self.told_by is not None or bool(self.calls)
+    all_calls: Calls | None = None  # the calls of a graph without such an input
+    calls: dict[int, Calls] = field(default_factory=dict)  # by the id of that weight
 
     def counted(self, told_by: int | torch.Tensor | None, run: Callable[..., Any]) -> Callable[..., Any]:
         """Return the callable of the graph, which counts its calls from now on. 0.15 us (Zen 5).
 
-        Args:
-            told_by: the position of a weight among the inputs, a weight that the graph holds, or None: it has none.
-            run: the callable of the graph.
+        `told_by` is the position of a weight among the inputs, a weight that the graph holds, or None without one.
         """
         if isinstance(told_by, int):
             self.told_by = told_by
@@ -266,17 +248,9 @@ class Graph:
         return calls[key]
 
 
-class _Graphs:
-    """The graphs of one compiled function, its owner."""
-
-    def __init__(self, owner: Any) -> None:
-        self.owner = weakref.ref(owner)
-        self.graphs: list[Graph] = []
-
-
-# Keyed by id(owner). A compiled function's owner is Thunder's compile data, or torch.compile's wrapper of a backend
-# (which compares by value and has no hash).
-_GRAPHS: dict[int, _Graphs] = {}
+# id(owner) -> a weak reference to the owner of a compiled function, and its graphs. An owner is Thunder's compile data,
+# or torch.compile's wrapper of a backend (which compares by value and has no hash).
+_GRAPHS: dict[int, tuple[weakref.ref[Any], list[Graph]]] = {}
 
 
 def _graphs_of(owner: Any) -> list[Graph]:
@@ -285,30 +259,24 @@ def _graphs_of(owner: Any) -> list[Graph]:
         return []
     key = id(owner)
     if key not in _GRAPHS:
-        _GRAPHS[key] = _Graphs(owner)
+        _GRAPHS[key] = weakref.ref(owner), []
         weakref.finalize(owner, _GRAPHS.pop, key, None)
-    return _GRAPHS[key].graphs
+    return _GRAPHS[key][1]
 
 
 def record(
-    owner: Any,
-    decisions: list[Decision],
-    frame: tuple[str, int] | None = None,
-    others: Sequence[Others] = (),
+    owner: Any, decisions: list[Decision], frame: tuple[str, int] | None = None, others: Sequence[Others] = ()
 ) -> Graph:
-    """Keep what was decided on a graph's (gemm, decision, reason); warn while nothing at all was rewritten.
+    """Keep what was decided on the grouped GEMMs of an owner's graph, and on others; warn while nothing was rewritten.
 
-    Args:
-        owner: the owner of the compiled function (see _GRAPHS); None if it is unknown.
-        decisions: (gemm, decision, reason) of each grouped GEMM of the graph.
-        frame: file and line of the code that the graph was traced from, where graphs can be shared by functions.
-        others: what was decided on the graph's attention and routers.
+    The owner (see _GRAPHS) is None if it is unknown. `frame` is the line that a graph which functions may share was
+    traced from.
     """
     graphs = _graphs_of(owner)
     entries = [RewriteEntry(0, *decision) for decision in decisions]
     # A fragment beside the experts does not deserve a warning.
-    silent = not entries and any(entry.rewritten for graph in graphs for entry in graph.entries())
-    graphs.append(new := Graph(lambda: entries, frame, tuple(others)))
+    silent = not entries and any(entry.rewritten for graph in graphs for entry in graph.entries)
+    graphs.append(new := Graph(entries, frame, tuple(others)))
     if silent or any(entry.rewritten for entry in entries):
         return new
     names: dict[str, list[str]] = {}
@@ -365,9 +333,8 @@ def rewrite_report(compiled: Callable[..., Any]) -> RewriteReport:
     if not found:
         raise ValueError("compiled: not called yet, or compiled without thunder_moe; call it once, then ask again")
     others = [replace(entry, graph=number) for number, graph in enumerate(found) for entry in graph.others]
-    entries = [(number, graph.entries()) for number, graph in enumerate(found)]
     return RewriteReport(
-        tuple(replace(entry, graph=number) for number, listed in entries for entry in listed),
+        tuple(replace(entry, graph=number) for number, graph in enumerate(found) for entry in graph.entries),
         tuple(entry for entry in others if isinstance(entry, AttentionEntry)),
         tuple(entry for entry in others if isinstance(entry, RouterEntry)),
         tuple(_calls(number, graph, tensors) for number, graph in enumerate(found) if graph.calls or graph.all_calls),
@@ -386,16 +353,17 @@ def _graphs_run_by(owner: Any, original: Any, tensors: set[int], *, is_owned: bo
     """Return the graphs of an owner, and related graphs of other torch.compile calls with the same options.
 
     Related are graphs that were called with these tensors, and graphs of the same code without weights."""
-    own = list(_GRAPHS[id(owner)].graphs) if id(owner) in _GRAPHS and is_owned else []
+    own = list(_GRAPHS[id(owner)][1]) if id(owner) in _GRAPHS and is_owned else []
     if not isinstance(owner, torch._TorchCompileWrapper):
         return own
     lines = {(code.co_filename, line) for code in _codes(original) for _, _, line in code.co_lines()}
-    same = [graph for graphs in list(_GRAPHS.values()) if graphs.owner() == owner for graph in graphs.graphs]
+    same = [graph for known, graphs in list(_GRAPHS.values()) if known() == owner for graph in graphs]
     # A graph of other code may come from the same module compiled by itself, or from a part behind a graph break.
     of_code = [graph for graph in same if graph.frame in lines and graph not in own]
     met = [graph for graph in same if tensors & set(graph.calls)]
-    found = own + [graph for graph in of_code if graph in met or not tensors or not graph.has_weight]
-    return found if any(graph.entries() for graph in found) else found + [g for g in met if g not in found]
+    no_weight = [graph for graph in of_code if graph.told_by is None and not graph.calls]
+    found = own + [graph for graph in of_code if graph in met or graph in no_weight or not tensors]
+    return found if any(graph.entries for graph in found) else found + [g for g in met if g not in found]
 
 
 def _tensors(original: Any) -> set[int]:

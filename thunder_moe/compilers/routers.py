@@ -1,5 +1,5 @@
 """Recognizes routers written in torch's operations: the `moe_router` that computes what they do.
-Called by dynamo/routers.py and thunder/routers.py, each with its program as a `RouterGraph`; reads the kernels' limits.
+Called by dynamo/routers.py and thunder/routers.py, each with its program as a `RouterGraph`; calls kernels.cuda.router.
 
     scores = softmax(logits) or sigmoid(logits)
     choice = scores [+ bias]                                  of the top_groups best groups of experts alone:
@@ -23,8 +23,9 @@ import torch
 
 from thunder_moe.compilers.report import RouterEntry
 from thunder_moe.compilers.spellings import MismatchError, Operations, require
-from thunder_moe.kernels.cuda.router import MAX_EXPERTS, MAX_GROUPS, MAX_TOP_K
+from thunder_moe.kernels.cuda.router import unserved_reason
 from thunder_moe.ops.checks import ACTIVATION_DTYPES as _DTYPES
+from thunder_moe.routing import RouterConfig
 
 __all__ = ["RouterGraph", "RouterMatch", "match_router", "reason_against_kernels"]
 
@@ -49,42 +50,31 @@ class RouterGraph(Operations, Protocol):
 
 @dataclass(eq=False)
 class RouterMatch:
-    """A router of a program.
+    """A router of a program."""
 
-    Attributes:
-        top_k: the operation that chooses the experts.
-        takes: the operation that takes the scores of the chosen experts: `top_k` itself, or a gather.
-        logits: (T, E).
-        bias: (E,) or (1, E), None without one.
-        scores: the tensor of final scores (T, A).
-        operations: its operations, each once.
-        choosing: the operations among them that no gradient passes.
-        options: the options of `moe_router`, but for scores_dtype.
-    """
-
-    top_k: Any
-    takes: Any
-    logits: Any
-    bias: Any = None
-    scores: Any = None
-    operations: dict[Any, None] = field(default_factory=dict)
-    choosing: set[Any] = field(default_factory=set)
-    options: dict[str, Any] = field(default_factory=dict)
+    top_k: Any  # the operation that chooses the experts
+    takes: Any  # the operation that takes the scores of the chosen experts: `top_k` itself, or a gather
+    logits: Any  # (T, E)
+    bias: Any = None  # (E,) or (1, E), None without one
+    scores: Any = None  # the tensor of final scores (T, A)
+    operations: dict[Any, None] = field(default_factory=dict)  # its operations, each once
+    choosing: set[Any] = field(default_factory=set)  # the operations among them that no gradient passes
+    options: dict[str, Any] = field(default_factory=dict)  # the options of `moe_router`, but for scores_dtype
 
     @property
-    def summary(self) -> str:
-        """Return what the report says of it."""
-        bias = "" if self.bias is None else ", bias"
-        kept, groups = self.options.get("top_groups", 1), self.options.get("num_groups", 1)
-        grouped = f", {kept} of {groups} groups" if groups > 1 else ""
-        return f"{self.options['score']}{bias}{grouped} and top-k in one operator"
+    def form(self) -> RouterConfig:
+        """Return the options, with the defaults of others."""
+        return RouterConfig(**self.options)
 
     def entry(self, graph: RouterGraph, reason: str | None, where: str | None = None) -> RouterEntry:
         """Return the decision for the report; `reason` says why the router is not rewritten, None if it is."""
-        logits = graph.example(self.logits)
+        logits, form = graph.example(self.logits), self.form
         tokens = logits.shape[0] if isinstance(logits.shape[0], int) else None
-        decision = ("moe_router", self.summary) if reason is None else ("as written", reason)
-        return RouterEntry(0, int(logits.shape[1]), int(self.options["top_k"]), tokens, *decision, where=where)
+        bias = "" if self.bias is None else ", bias"
+        grouped = f", {form.top_groups} of {form.num_groups} groups" if form.grouped else ""
+        fused = f"{form.score}{bias}{grouped} and top-k in one operator"
+        decision = ("moe_router", fused) if reason is None else ("as written", reason)
+        return RouterEntry(0, int(logits.shape[1]), form.top_k, tokens, *decision, where=where)
 
 
 def match_router(graph: RouterGraph, top_k: Any) -> RouterMatch | None:
@@ -97,24 +87,18 @@ def match_router(graph: RouterGraph, top_k: Any) -> RouterMatch | None:
 
 def reason_against_kernels(graph: RouterGraph, match: RouterMatch) -> str | None:
     """Return why no kernel runs a router; None if one does."""
-    logits, scores, options = graph.example(match.logits), graph.example(match.scores), match.options
+    logits, scores, form = graph.example(match.logits), graph.example(match.scores), match.form
     if logits.dtype not in _DTYPES or logits.device.type not in ("cpu", "cuda"):
         return "its logits are no tensor of 16 or 32 bits on a CPU or CUDA device"
     if scores.dtype not in _DTYPES:
         return f"its scores are {scores.dtype}"
     if match.bias is not None and graph.example(match.bias).device != logits.device:
         return "its bias is on another device"
-    experts, top_k = logits.shape[1], options["top_k"]
-    groups, kept = options.get("num_groups", 1), options.get("top_groups", 1)
-    if experts > MAX_EXPERTS or top_k > MAX_TOP_K:
-        return f"it chooses {top_k} of {experts}; the kernels, up to {MAX_TOP_K} of {MAX_EXPERTS}"
-    if groups > MAX_GROUPS:
-        return f"it has {groups} groups; the kernels, up to {MAX_GROUPS}"
-    if not 1 <= kept <= groups:
-        return f"it takes {kept} of {groups} groups"
-    if not 1 <= top_k <= experts // groups * kept:
-        return f"it chooses {top_k} of {experts // groups * kept}"
-    return None
+    kept = logits.shape[1] // form.num_groups * form.top_groups
+    if form.top_k > kept:
+        return f"it chooses {form.top_k} of the {kept} experts of its groups"
+    reason = unserved_reason(logits.shape[1], form)
+    return None if reason is None else f"no kernel serves {reason}"
 
 
 def _is_number(value: Any) -> bool:

@@ -24,20 +24,14 @@ __all__ = ["Program", "Step", "is_hidden_training_forward"]
 
 @dataclass(frozen=True)
 class Step:
-    """One operation of a program, in the order in which it runs; a nested graph is one step, or its steps in a row.
+    """One operation of a program, in the order in which it runs; a nested graph is one step, or its steps in a row."""
 
-    Attributes:
-        name: the name of the operation, as a report shows it: "mul_", "aten::copy_".
-        reads: storages of its operands.
-        writes: storages that it changes in place; all that it reads if its effects are unknown.
-        grad_enabled: the grad mode in force while it runs.
-        opaque: may change any tensor, or which storage a tensor has (``set_``): counts as writing everything.
-    """
-
-    name: str
-    reads: frozenset[Hashable] = frozenset()
+    name: str  # the name of the operation, as a report shows it: "mul_", "aten::copy_"
+    reads: frozenset[Hashable] = frozenset()  # storages of its operands
+    # storages that it changes in place; all that it reads if its effects are unknown
     writes: frozenset[Hashable] = frozenset()
-    grad_enabled: bool = True
+    grad_enabled: bool = True  # the grad mode in force while it runs
+    # may change any tensor, or which storage a tensor has (``set_``): counts as writing everything
     opaque: bool = False
 
     def changes(self, storages: Iterable[Hashable]) -> bool:

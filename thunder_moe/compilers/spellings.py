@@ -40,22 +40,14 @@ _OPS = torch.ops.thunder_moe
 
 @dataclass(frozen=True)
 class Spelling:
-    """One signature of a kind of operation, and the functions that have it.
+    """One signature of a kind of operation, and the functions that have it."""
 
-    Attributes:
-        kind: the name by which matchers know the operation; a kind may have several signatures.
-        arguments: their names by position; those behind "*" are keywords alone. "..." ignores all others, where the
-            result tells what matters.
-        methods: methods of torch.Tensor; torch's functions and Thunder's symbols of these names count, too.
-        names: functions and symbols that are not methods of torch.Tensor, or whose method has another signature.
-        functions: functions with other names.
-    """
-
-    kind: str
+    kind: str  # the name by which matchers know the operation; a kind may have several signatures
+    # Names by position; those behind "*" are keywords alone. "..." ignores others, where the result tells what matters.
     arguments: str
-    methods: str = ""
-    names: str = ""
-    functions: tuple[Callable[..., Any], ...] = ()
+    methods: str = ""  # methods of torch.Tensor; torch's functions and Thunder's symbols of these names count, too
+    names: str = ""  # functions and symbols that are not methods of torch.Tensor, or whose method has another signature
+    functions: tuple[Callable[..., Any], ...] = ()  # functions with other names
 
     def named(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any] | None:
         """Return the arguments of a call by name, in order, without those that are None; None if the signature has
@@ -83,17 +75,8 @@ class Spelling:
 
 
 # Other names of arguments, in torch's functions and operators, in Thunder's symbols and in operators of ours.
-_ALIASES = dict(
-    self="input",
-    a="input",
-    tensor="input",
-    b="other",
-    pred="condition",
-    src="value",
-    axis="dim",
-    tensors="input",
-    source="value",
-)
+_ALIASES = dict(self="input", a="input", tensor="input", tensors="input", b="other", pred="condition", axis="dim")
+_ALIASES |= dict(src="value", source="value")
 _ALIASES |= dict(axis0="dim0", axis1="dim1", keepdims="keepdim", split_size_or_sections="split_size")
 _ALIASES |= dict(x="mat_a", y="mat_a", offsets="offs")
 _GEMM, _FORM = "mat_a weight offs", "kind alpha limit up_shift interleave"

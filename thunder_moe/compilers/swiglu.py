@@ -56,29 +56,17 @@ class SwiGLUGraph(Operations, Protocol):
 
 @dataclass(frozen=True, eq=False)
 class SwiGLU:
-    """``silu(gate) * up``, whose last operation the fused operator replaces.
+    """``silu(gate) * up``, whose last operation the fused operator replaces."""
 
-    Attributes:
-        sites: the GEMMs of gate and up, or one GEMM of both.
-        product: the operation that makes the result.
-        replaced: all of its operations, with `product` and the GEMMs.
-        interleaved: for one GEMM: the number of columns by which gate and up alternate, 0 if they are its halves.
-        bias: for one GEMM: its bias (E, 2I).
-        form: the keywords of the activation where it is not SwiGLU.
-        scales: a factor of the rows of the product.
-        down: the site of the product, where it is a GEMM of ours on activated rows.
-        reason: why these operations cannot be one operator, None if they become it.
-    """
-
-    sites: tuple[Any, ...]
-    product: Any
-    replaced: frozenset[Any]
-    interleaved: int = 0
-    bias: Any = None
-    form: dict[str, Any] = field(default_factory=dict)
-    scales: Any = None
-    down: Any = None
-    reason: str | None = None
+    sites: tuple[Any, ...]  # the GEMMs of gate and up, or one GEMM of both
+    product: Any  # the operation that makes the result
+    replaced: frozenset[Any]  # all of its operations, with `product` and the GEMMs
+    interleaved: int = 0  # for one GEMM: the number of columns by which gate and up alternate, 0 if they are its halves
+    bias: Any = None  # for one GEMM: its bias (E, 2I)
+    form: dict[str, Any] = field(default_factory=dict)  # the keywords of the activation where it is not SwiGLU
+    scales: Any = None  # a factor of the rows of the product
+    down: Any = None  # the site of the product, where it is a GEMM of ours on activated rows
+    reason: str | None = None  # why these operations cannot be one operator, None if they become it
 
 
 def find_swiglu(graph: SwiGLUGraph) -> list[SwiGLU]:

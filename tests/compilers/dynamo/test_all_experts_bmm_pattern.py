@@ -139,8 +139,8 @@ def test_results_of_another_width():
     module = Dense(total=lambda self, y: y.view(EXPERTS, -1, 48).sum(dim=0))
     module.down_proj = nn.Parameter(torch.randn(EXPERTS, INTERMEDIATE, 48, dtype=BF16), requires_grad=False)
     function, x = compiled(module), rows()
-    assert relative_error(function(x)[0], decoded(module, BF16)(x)[0]) < 0.01
-    assert decisions(function) == ["nvfp4 + swiglu", "nvfp4"]
+    with pytest.warns(RewriteWarning, match="its results have 48 columns, its rows 64"):
+        assert torch.equal(function(x)[0], module(x)[0])
 
 
 def test_other_numbers_of_tokens_and_changed_weights():

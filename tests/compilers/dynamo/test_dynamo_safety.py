@@ -472,6 +472,20 @@ def test_weights_change_between_calls_of_a_nested_graph():
         module.a.mul_(-2)
 
 
+@pytest.mark.skipif(torch.__version__.startswith(("2.10.", "2.11.", "2.12.")), reason="tried on torch 2.13 alone")
+@pytest.mark.parametrize("trainable", [False, True])
+def test_data_that_another_graph_writes_is_seen(trainable):
+    """aot_autograd makes the write a change of its input, which raises the version; eager code raises none."""
+    weight, x = Block(None).a.requires_grad_(trainable), torch.randn(8, 64, dtype=BF16)
+    options = dict(backend="thunder_moe", fullgraph=True, options={"thunder_moe.inner": "aot_eager"})
+    read = torch.compile(lambda x: mm(x, weight, ENDS), **options)
+    write = torch.compile(lambda: weight.data.mul_(-2), **options)
+    for _ in range(3):
+        with torch.no_grad():
+            assert relative_error(read(x), mm(x, weight, ENDS)) < 0.012
+        write()
+
+
 def test_a_loop_is_left_alone_and_reported():
     from torch._higher_order_ops.while_loop import while_loop
 

@@ -236,9 +236,6 @@ class Ops:
         values, scale = self.nv_block_quantize(x, global_scale)
         return values, Swizzled(scale, input_offsets, output_offsets)
 
-    def preprocess_grouped_matmul_input_sf(self, scale, input_offsets, output_offsets):
-        return Swizzled(scale, input_offsets, output_offsets)
-
     def cutlass_nvfp4_grouped_mm(
         self, mat1, mat2, scale1, scale2, alpha, problem_sizes, offsets, sf_offsets, dtype=DataType.BFloat16
     ):

@@ -17,7 +17,7 @@ from nvfuser_emulator import run, stand_in
 from torch.overrides import TorchFunctionMode
 
 from thunder_moe import moe_executor
-from thunder_moe.compilers.thunder import compat
+from thunder_moe.compilers import thunder_compat
 from thunder_moe.compilers.thunder import nvfuser as route
 
 from thunder.transforms.prune_prologue_checks import PrunePrologueChecks  # isort: skip
@@ -39,7 +39,7 @@ def implementation():
         had_alias = "nvfuser" in sys.modules
         if thunder_nvfuser.nvfuserex is None:  # there is no GPU, and Thunder has not looked further
             patch.setattr(thunder_nvfuser, "nvfuser_version", lambda: LooseVersion(VERSION))
-            compat.alias_nvfuser()
+            thunder_compat.alias_nvfuser()
         import thunder.executors.nvfuserex_impl as implementation
 
         yield implementation

@@ -109,8 +109,8 @@ def test_checker_declines_layouts_and_devices(tracing, implementation, monkeypat
     for capability in ((8, 0), (9, 0), (10, 3), (11, 0), (12, 0)):
         set_gpu(monkeypatch, implementation, capability=capability)
         assert "compute capability" in route.refusal(nvfp4_grouped_mm, *call_of(), layout=route.LAYOUT)
-    set_gpu(monkeypatch, implementation, version="0.2.33")
-    assert "wanted 0.2.34 or newer" in route.refusal(nvfp4_grouped_mm, *call_of(), layout=route.LAYOUT)
+    set_gpu(monkeypatch, implementation, version="0.2.35")
+    assert "wanted 0.2.36 or newer" in route.refusal(nvfp4_grouped_mm, *call_of(), layout=route.LAYOUT)
 
 
 def test_checker_declines_arguments_that_the_kernel_does_not_know(tracing):

@@ -1,7 +1,3 @@
 """The torch.compile side: backend.py is the entry point, rewrite.py changes the graph.
-Called by torch.compile; calls the rewrite of this folder.
+Called by torch.compile; calls the rewrite of this folder. Nothing is imported here.
 """
-
-from thunder_moe.compilers.dynamo.backend import thunder_moe_backend
-
-__all__ = ["thunder_moe_backend"]

@@ -40,21 +40,14 @@ _DENSE = "a batched product over all experts"
 
 @dataclass(frozen=True, eq=False)
 class Routing:
-    """The nodes of a router, and of the gather and sum around its experts; routed GEMMs take their operands from them.
+    """The nodes of a router, and of the gather and sum around its experts: the operands of routed GEMMs are theirs."""
 
-    Attributes:
-        repeated: ``tokens.repeat(E, 1)``.
-        scatter: the node that scatters the router's values to the experts that it chose.
-        scores: the nodes that turn these values into factors of the rows, in order: casts and a sigmoid.
-        rows: ``repeated * scores``; all nodes above come before it.
-        total: (T, H), the sum over the experts.
-    """
-
-    repeated: fx.Node
-    scatter: fx.Node
+    repeated: fx.Node  # ``tokens.repeat(E, 1)``
+    scatter: fx.Node  # the node that scatters the router's values to the experts that it chose
+    # the nodes that turn these values into factors of the rows, in order: casts and a sigmoid
     scores: tuple[fx.Node, ...]
-    rows: fx.Node
-    total: fx.Node
+    rows: fx.Node  # ``repeated * scores``; all nodes above come before it
+    total: fx.Node  # (T, H), the sum over the experts
 
     @property
     def operands(self) -> tuple[Any, Any, Any]:
@@ -74,11 +67,6 @@ class AllExpertsBmm:
     routing: Routing | None
     reason: str | None
 
-    @property
-    def keeps_width(self) -> bool:
-        """True if the experts give as many features as tokens have."""
-        return self.sites[0].gemm.in_features == self.sites[-1].gemm.out_features
-
 
 def find_all_experts_bmm(scope: Scope, weights: Weights) -> list[AllExpertsBmm]:
     """Return all batched GEMMs whose weight is a parameter or buffer, in a graph as dynamo gives it to a backend."""
@@ -91,7 +79,7 @@ def find_all_experts_bmm(scope: Scope, weights: Weights) -> list[AllExpertsBmm]:
         if rows is None or weight is None or weight.ndim != 3 or is_in_a_function_transform(weight):
             continue
         if weights.behind(scope, source, weight)[0] is not None:
-            sites[node] = site_of(node, scope, source, weight, rows, None, weights)
+            sites[node] = site_of(node, scope, source, weight, rows, weights)
     blocks, covered = [], set()
     swiglus = {swiglu.product: swiglu for swiglu in find_swiglu(scope, sites.values())}
     for second in sites.values():
@@ -114,6 +102,9 @@ def find_all_experts_bmm(scope: Scope, weights: Weights) -> list[AllExpertsBmm]:
 
 def _routing(first: Site, second: Site, swiglu: frozenset[fx.Node]) -> Routing:
     experts, hidden, nodes = first.gemm.experts, first.gemm.in_features, {second.node, *swiglu}
+    require(
+        second.gemm.out_features == hidden, f"its results have {second.gemm.out_features} columns, its rows {hidden}"
+    )
     total, inner = _sum_over_experts(second, nodes)
     for node in inner:
         require(set(node.users) <= inner | {total}, f"{node.name} is read elsewhere")

@@ -43,21 +43,15 @@ def compile_graph(
     dynamic: bool | None = None,
     note: str = "",
 ) -> Callable[..., Any]:
-    """Rewrite a graph and compile the result.
+    """Rewrite a graph, compile the result, and return the callable that runs in place of the graph.
 
     Args:
-        gm: dynamo's graph.
-        example_inputs: its inputs; parameters are the real ones.
-        compile_: compiles a graph for inputs; it gets the rewritten graph, and later perhaps the original one.
+        gm, example_inputs, dynamic: as torch.compile hands them to a backend.
+        compile_: compiles the rewritten graph for some inputs, and later perhaps the original one.
         owner: to whom `rewrite_report` attributes the graph.
-        format: the number format of the weights, or a function that names one.
-        option: the name of the option that gave the format, for errors.
+        format, option: the number format of the weights, or a function that names one; the option that gave it.
         attention: True if attention that repeats keys and values is rewritten; None: on CUDA.
-        dynamic: as torch.compile's.
         note: what the report adds to the reason of each GEMM that is rewritten.
-
-    Returns:
-        The callable that runs in place of the graph.
     """
     new = copy_of(gm)
     with choosing_format(option, format):
@@ -82,31 +76,22 @@ def compile_graph(
 def _runner(
     rewritten: Rewritten, graph: Graph, compiled: Callable[..., Any], in_16_bit: Callable[..., Any] | None = None
 ) -> Callable[..., Any]:
-    """Return the callable that replaces dynamo's graph.
+    """Return the callable that replaces dynamo's graph: it maps the inputs, and runs the rewritten graph `compiled`.
 
-    Args:
-        rewritten: the map from the inputs of dynamo's graph to the inputs of the rewritten graph.
-        graph: its entry in reports.
-        compiled: the rewritten graph.
-        in_16_bit: dynamo's graph, for calls that have to be recognized one by one: training forwards (dynamo guards on
-            the grad mode alone, and before torch 2.13 not on what its parameters require), and those given an input
-            that the graph changes and that shares its memory with a packed weight, or with another input where it did
-            not before; and where a weight holds NaN or Inf. None if no weight is packed.
+    `in_16_bit`, dynamo's graph, runs calls that have to be recognized one by one; None if no weight is packed:
+
+    - training forwards: dynamo guards on the grad mode alone, and before torch 2.13 not on what its parameters require;
+    - an input that the graph changes shares its memory with a packed weight, or with another input where it did not;
+    - a weight holds NaN or Inf.
     """
-
-    trained, writes = (
-        bool(rewritten.trained),
-        bool(rewritten.written),
-    )  # at every call: 0.1 us for a look or a call
+    trained, writes = bool(rewritten.trained), bool(rewritten.written)  # a look at either takes 0.1 us of a call
 
     def run(*given: Any) -> Any:
         hidden = is_hidden_training_forward()
         reason = None
         if in_16_bit is not None:
             trains = hidden or torch.is_grad_enabled() or rewritten.enables_grad
-            thawed = rewritten.thawed(given) if trains else None
-            if thawed:
-                rewritten.declare_thawed(thawed)
+            thawed = trains and rewritten.thawed(given)
             shares = writes and rewritten.writes_read(given)
             if shares:
                 warn_once("shared", f"{_SHARED}: such calls run in 16 bits")

@@ -68,12 +68,7 @@ def _unwrapped(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def grad_modes(graph: fx.Graph, initial: bool) -> dict[fx.Node, bool]:
-    """Return the grad mode while each node runs.
-
-    Args:
-        graph: with the nodes by which dynamo changes the mode.
-        initial: the mode in which the graph is called.
-    """
+    """Return the grad mode while each node runs, in a graph that is called in an initial mode; nodes may change it."""
     modes, mode = {}, initial
     entered: dict[fx.Node, bool] = {}
     for node in graph.nodes:
@@ -110,13 +105,9 @@ def program_of(
     value_of: Callable[[fx.Node], Any],
     nested: Mapping[fx.Node, Sequence[tuple[Program, frozenset[int]]]],
 ) -> Program:
-    """Return a graph's nodes as steps, in order.
+    """Return the nodes of a graph with example values as steps, in order.
 
-    Args:
-        graph: with example values.
-        modes: `grad_modes` of the graph.
-        value_of: the example value of a node, or the real tensor of a get_attr node.
-        nested: the programs of the graphs that higher-order operators call, and the storages of those graphs' inputs.
+    `nested` has the programs of the graphs that higher-order operators call, and the storages of those graphs' inputs.
     """
     return Program([_step(node, modes[node], value_of, nested.get(node)) for node in graph.nodes])
 

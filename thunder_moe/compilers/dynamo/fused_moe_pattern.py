@@ -43,52 +43,31 @@ from thunder_moe.compilers.swiglu import SwiGLU
 __all__ = ["FusedMoE", "find_fused_moe", "fused_moe_of_gathered_bmm"]
 
 _INTEGERS = (torch.int32, torch.int64)
-_Operand = tuple[Any, str]  # a node, and the name that an operand has among its arguments
 
 
 @dataclass(eq=False)
 class FusedMoE:
-    """The experts of a layer.
+    """The experts of a layer."""
 
-    Attributes:
-        first: gate and up with their SwiGLU.
-        down: the last product.
-        tokens: (T, H).
-        ids: the experts (M,) of the slots t * A + a.
-        weights: the weights of the slots (M,).
-        top_k: A.
-        on_input: the weights multiply the rows of tokens, not the results.
-        total: node of (T, H), which the operator replaces.
-        nodes: all nodes that it consists of.
-    """
-
-    first: SwiGLU
-    down: Site
-    tokens: _Operand | None = None
-    ids: _Operand | None = None
-    weights: _Operand | None = None
-    top_k: int = 0
-    on_input: bool = False
-    total: Any = None
-    nodes: set[fx.Node] = field(default_factory=set)
+    first: SwiGLU  # gate and up with their SwiGLU
+    down: Site  # the last product
+    tokens: Any = None  # node whose input are the tokens (T, H)
+    ids: Any = None  # node whose index or else input are the experts (M,) of the slots t * A + a
+    weights: Any = None  # node whose input are the weights of the slots (M,)
+    top_k: int = 0  # A
+    on_input: bool = False  # the weights multiply the rows of tokens, not the results
+    total: Any = None  # node of (T, H), which the operator replaces
+    nodes: set[fx.Node] = field(default_factory=set)  # all nodes that it consists of
 
     @property
     def operands(self) -> tuple[Any, Any, Any]:
         """Return the current nodes of tokens, ids and weights, which another rewrite may have replaced."""
-        tokens, ids, weights = (
-            None if each is None else given(each[0])[each[1]] for each in (self.tokens, self.ids, self.weights)
-        )
-        return tokens, ids, weights
+        tokens, ids, weights = map(given, (self.tokens, self.ids, self.weights))
+        return tokens.get("input"), ids.get("index", ids.get("input")), weights.get("input")
 
 
 def find_fused_moe(scope: Scope, blocks: list[SwiGLU], sites: list[Site]) -> list[FusedMoE]:
-    """Return the layers whose experts are grouped GEMMs.
-
-    Args:
-        scope: the scope of a graph as dynamo gives it to a backend.
-        blocks: SwiGLUs whose GEMMs are rewritten.
-        sites: all GEMMs that are rewritten.
-    """
+    """Return the layers whose experts are grouped GEMMs, given the SwiGLUs and all sites that are to be rewritten."""
     found = []
     for block in blocks:
         if block.down is not None or block.form or block.scales is not None or not all(map(_is_plain, block.sites)):
@@ -140,25 +119,23 @@ class _Matcher:
             first, second = self.take(rows, "mul").values()
             rows, column = (first, second) if _is_gather(first) else (second, first)
         _, index = self.gather(rows)
-        found.tokens = (rows, "input")
+        found.tokens = rows
         self.find_order(index)
         self.check_offsets(offsets)
         if column is not None:
-            found.on_input, found.weights = True, self.of_slots(*self.behind_column(column))
+            found.on_input, found.weights = True, self.of_slots(self.behind_column(column))
         self.find_total()
         return self.checked()
 
     def match_gathered(self) -> FusedMoE:
         found = self.found
-        first: Any = found.first.sites[0]
-        down: Any = found.down
+        first, down = found.first.sites[0], found.first.down
         found.nodes |= first.nodes | down.nodes
-        rows, selected, _ = first.operands
-        found.ids = (selected, "index")
+        rows, found.ids, _ = first.operands
         rows = behind(rows, "cast", passed=found.nodes)
         repeats = self.take(rows, "repeat_interleave")
         require(repeats.get("dim") in (0, -2) and isinstance(repeats["repeats"], int))
-        found.tokens, found.top_k = (rows, "input"), repeats["repeats"]
+        found.tokens, found.top_k = rows, repeats["repeats"]
         self.find_total()
         return self.checked()
 
@@ -191,7 +168,7 @@ class _Matcher:
         named = self.take(sort, "sort", "argsort")
         require(named.get("dim", -1) in (0, -1) and named.get("descending", False) is False)
         tensor(named["input"], 1)
-        found.ids = (sort, "input")
+        found.ids = sort
 
     def check_offsets(self, offsets: Any) -> None:
         """Require offsets that are the row ends of the experts."""
@@ -223,21 +200,21 @@ class _Matcher:
 
     # ---- weights and sum
 
-    def of_slots(self, node: Any, name: str) -> _Operand:
-        """Return the weights in the order of the slots, given an operand that has them in the order of the rows."""
-        gathered = given(node)[name]
+    def of_slots(self, column: Any) -> Any:
+        """Return the node whose input are the weights in the order of the slots; a column's is in the rows' order."""
+        gathered = given(column)["input"]
         weights, index = self.gather(gathered)
         tensor(weights, 1)
         require(index is self.order)
-        return gathered, "input"
+        return gathered
 
-    def behind_column(self, column: Any) -> _Operand:
-        """Return the numbers (M,) that a column (M, 1) is a view of."""
+    def behind_column(self, column: Any) -> Any:
+        """Return a column (M, 1) that is a view of numbers (M,)."""
         tensor(column, 2, None, 1)
         source = source_of(column, "order")
         tensor(source, 1)
         self.found.nodes.add(column)
-        return column, "input"
+        return column
 
     def find_total(self) -> None:
         """Follow the last product to the sum of each token's rows."""
@@ -248,7 +225,7 @@ class _Matcher:
             if calls(node, "mul") and found.weights is None:
                 first, second = given(node).values()
                 column = self.behind_column(first if second is source else second)
-                found.weights = self.of_slots(*column) if sorted_ else column
+                found.weights = self.of_slots(column) if sorted_ else column
             elif sorted_:
                 rows, index = self.gather(node)
                 require(rows is source)
@@ -308,8 +285,7 @@ class _Matcher:
         require(same(weights.shape[0], ids.shape[0]))
         require(tokens.dtype == found.down.gemm.activation_dtype and ids.dtype in _INTEGERS)
         require(weights.dtype in (torch.bfloat16, torch.float16, torch.float32))
-        sorter: Any = found.ids
-        require(reason_against_ids(scope, found.operands[1], sorter[0], self.experts) is None)
+        require(reason_against_ids(scope, found.operands[1], found.ids, self.experts) is None)
         found.nodes |= found.first.replaced
         members: list[Any] = list(found.nodes)
         for node in members:  # in place: seen by nobody else

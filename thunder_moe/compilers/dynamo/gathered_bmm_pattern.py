@@ -28,15 +28,10 @@ __all__ = ["GatheredBmmSite", "find_gathered_bmm"]
 
 @dataclass(frozen=True, eq=False)
 class GatheredBmmSite(Site):
-    """A batched product with the gathered weights of each row's expert; `node` is its result (S, N).
+    """A batched product with the gathered weights of each row's expert; `node` is its result (S, N)."""
 
-    Attributes:
-        ids: node of the experts of its rows (S,).
-        nodes: all nodes that it consists of.
-    """
-
-    ids: Any = None
-    nodes: frozenset[fx.Node] = frozenset()
+    ids: Any = None  # node of the experts of its rows (S,)
+    nodes: frozenset[fx.Node] = frozenset()  # all nodes that it consists of
 
     @property
     def operands(self) -> tuple[Any, Any, Any]:
@@ -56,12 +51,7 @@ def find_gathered_bmm(
     for swiglu in find_swiglu(scope, eligible.values()):
         first = swiglu.sites[0]
         second = next((site for site in eligible.values() if site.operands[0] is swiglu.product), None)
-        if (
-            swiglu.reason is not None
-            or len(swiglu.sites) > 1
-            or second is None
-            or not isinstance(first, GatheredBmmSite)
-        ):
+        if swiglu.reason or len(swiglu.sites) > 1 or second is None or not isinstance(first, GatheredBmmSite):
             continue
         (unsqueezed,) = (node for node in second.nodes if calls(node, "unsqueeze"))
         whole = only_user(swiglu.product, unsqueezed) and second.ids is first.ids
@@ -92,10 +82,10 @@ def _site(node: fx.Node, scope: Scope, weights: Weights) -> GatheredBmmSite | No
         if weights.behind(scope, source, weight)[0] is None:
             continue
         mat_b = weight if dim == 1 else weight.mT
-        found = site_of(node, scope, source, mat_b, rows, rows.shape[0], weights)
+        found = site_of(node, scope, source, mat_b, rows, weights)
         site = GatheredBmmSite(**vars(found), ids=ids, nodes=frozenset({selected, row, product, node}))
         reason = site.reason or reason_against_ids(scope, ids, selected, site.gemm.experts) or _change(scope, (site,))
-        return GatheredBmmSite(**{**vars(site), "reason": reason})
+        return replace(site, reason=reason)
     return None
 
 

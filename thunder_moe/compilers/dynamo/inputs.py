@@ -54,16 +54,14 @@ class WeightInput:
 
     def __call__(self, inputs: Sequence[Any]) -> tuple[Tensor, ...]:
         """Return the operators' weight arguments."""
-        try:
-            return weight_cache.operands(
-                *_given(self.weights, inputs),
-                transposed=self.transposed,
-                interleaved=self.interleaved,
-                layout=self.layout,
-                format=self.format,
-            )
-        except ValueError as error:
-            raise ValueError(f"cannot quantize {self.names}: {error}") from error
+        return weight_cache.operands(
+            *_given(self.weights, inputs),
+            transposed=self.transposed,
+            interleaved=self.interleaved,
+            layout=self.layout,
+            format=self.format,
+            names=self.names,
+        )
 
 
 def memory_of_inputs(root: Scope, weights: Weights) -> dict[str, Any]:
@@ -80,30 +78,20 @@ def memory_of_inputs(root: Scope, weights: Weights) -> dict[str, Any]:
 
 @dataclass(frozen=True, eq=False)
 class Rewritten:
-    """The inputs of a rewritten graph: the kept inputs of dynamo's graph, then the packed weights.
+    """The inputs of a rewritten graph: the kept inputs of dynamo's graph (`given` below), then the packed weights."""
 
-    Attributes:
-        kept: positions of the kept inputs.
-        packs: the packed weights.
-        trained: weights that stay 16-bit because they are being trained.
-        watched: all weights that require a gradient; they are being trained if a forward hides its grad mode.
-        frozen: packed weights that require no gradient.
-        written: positions of the inputs that the graph or one nested in it changes in place.
-        compared: `written`, and the positions of all other inputs but parameters and buffers.
-        aliases: pairs of `compared` that shared their memory when the graph was analysed, the lower position first.
-        enables_grad: gradients are disabled outside of the graph and enabled at the GEMM of a packed weight.
-        told_by: the weight that identifies the calling model among the models that share the graph; None without one.
-    """
-
-    kept: list[int]
+    kept: list[int]  # positions
     packs: list[WeightInput]
-    trained: tuple[int | Tensor, ...]
+    trained: tuple[int | Tensor, ...]  # weights that stay 16-bit because they are being trained
+    # all weights that require a gradient; they are being trained if a forward hides its grad mode
     watched: tuple[int | Tensor, ...]
-    frozen: tuple[int | Tensor, ...]
-    enables_grad: bool
+    frozen: tuple[int | Tensor, ...]  # packed weights that require no gradient
+    enables_grad: bool  # gradients are disabled outside of the graph and enabled at the GEMM of a packed weight
+    # the weight that identifies the calling model among the models that share the graph; None without one
     told_by: int | Tensor | None
-    written: frozenset[int] = frozenset()
-    compared: tuple[int, ...] = ()
+    written: frozenset[int] = frozenset()  # positions of the inputs that the graph or one nested in it changes in place
+    compared: tuple[int, ...] = ()  # `written`, and the positions of all other inputs but parameters and buffers
+    # pairs of `compared` that shared their memory when the graph was analysed, the lower position first
     aliases: frozenset[tuple[int, int]] = frozenset()
 
     def inputs(self, given: Sequence[Any], *, examples: bool = False) -> list[Any]:
@@ -114,11 +102,7 @@ class Rewritten:
     def writes_read(self, given: Sequence[Any]) -> bool:
         """True if an input that the graph changes in place shares its memory with a packed weight, which is then out of
         date. Also True if it shares its memory with another input, but did not when the graph was analysed. Dynamo
-        guards on neither.
-
-        Args:
-            given: inputs of dynamo's graph.
-        """
+        guards on neither."""
         owners: dict[int, list[int]] = {}
         written, aliases = self.written, self.aliases
         for position in self.compared:
@@ -131,30 +115,22 @@ class Rewritten:
         weights = (weight for pack in self.packs for weight in _given(pack.weights, given))
         return any(not written.isdisjoint(owners.get(weight.untyped_storage()._cdata, ())) for weight in weights)
 
-    def thawed(self, given: Sequence[Any]) -> list[Tensor]:
-        """Return the packed weights that were frozen and require a gradient now. Dynamo before torch 2.13 does not
-        check parameters again while their module keeps them."""
-        return [weight for weight in _given(self.frozen, given) if weight.requires_grad]
-
-    def declare_thawed(self, weights: list[Tensor]) -> None:
-        """Tell the user and the cache of these weights."""
-        warn_once(
-            "thawed",
-            "a weight that was frozen when its graph was compiled requires a gradient now, and this torch does not"
-            " compile the graph again: it runs in 16 bits; torch._dynamo.reset() has it compiled anew",
-        )
-        weight_cache.changed(*weights)
-
-    def declare_trained(self, given: Sequence[Any], *, hidden: bool = False) -> None:
-        """Tell the weight cache that weights may change after this forward.
-
-        Args:
-            given: inputs of dynamo's graph.
-            hidden: the value of `safety.is_hidden_training_forward`.
-        """
-        weights = self.watched if hidden else self.trained
+    def thawed(self, given: Sequence[Any]) -> bool:
+        """True if packed weights that were frozen require a gradient now: then it tells the user and the cache. Dynamo
+        before torch 2.13 does not check parameters again while their module keeps them."""
+        weights = [weight for weight in _given(self.frozen, given) if weight.requires_grad]
         if weights:
-            weight_cache.changed(*_given(weights, given))
+            warn_once(
+                "thawed",
+                "a weight that was frozen when its graph was compiled requires a gradient now, and this torch does not"
+                " compile the graph again: it runs in 16 bits; torch._dynamo.reset() has it compiled anew",
+            )
+            weight_cache.changed(*weights)
+        return bool(weights)
+
+    def declare_trained(self, given: Sequence[Any], *, hidden: bool) -> None:
+        """Tell the weight cache that weights may change after this forward."""
+        weight_cache.changed(*_given(self.watched if hidden else self.trained, given))
 
 
 def _storages_of(value: Any) -> Collection[int]:

@@ -171,20 +171,16 @@ def replace_all_experts_bmm(block: AllExpertsBmm, gate_up: WeightInput, down: We
             value, arguments = value_of(weights), step.args[1:]
             weights = scope.graph.create_node(step.op, step.target, (weights, *arguments), step.kwargs)
             weights.meta["example_value"] = value.new_empty(value.shape, dtype=value_of(step).dtype)
-        if block.keeps_width:
-            out = _experts(scope.graph, (tokens, ids, weights), gate_up, down, on_input=True)
-        else:
-            order = _order_of(scope.graph, ids, block.sites[0])
-            out = _in_order(scope.graph, tokens, order, [gate_up, down], weights)
+        out = _experts(scope.graph, (tokens, ids, weights), gate_up, down, on_input=True)
     replace_node(scope, routing.total, out)
 
 
-def replace_gathered_bmm(call: Site | SwiGLU, orders: dict[fx.Node, list[fx.Node]], *packed: WeightInput) -> None:
+def replace_gathered_bmm(orders: dict[fx.Node, list[fx.Node]], call: Site | SwiGLU, *packed: WeightInput) -> None:
     """Replace batched products with the weights of each row's expert by grouped GEMMs.
 
     Args:
-        call: a product, or two around a SwiGLU.
         orders: the orders that earlier calls have made of the ids: rows' slots, offsets, slots' rows.
+        call: a product, or two around a SwiGLU.
         *packed: of gate and up if there is a SwiGLU, and of the last product.
     """
     first, last = (call, call) if isinstance(call, Site) else (call.sites[0], call.down)
@@ -192,29 +188,19 @@ def replace_gathered_bmm(call: Site | SwiGLU, orders: dict[fx.Node, list[fx.Node
     graph = first.scope.graph
     with graph.inserting_before(last.node):
         if ids not in orders:
-            orders[ids] = _order_of(graph, graph.call_method("unsqueeze", (ids, 1)), first)
-        out = _in_order(graph, rows, orders[ids], packed)
+            order = graph.call_function(
+                _OPS.moe_route.default, (graph.call_method("unsqueeze", (ids, 1)), first.gemm.experts)
+            )
+            orders[ids] = [graph.call_function(operator.getitem, (order, part)) for part in range(3)]
+        row_slot, offsets, slot_row = orders[ids]
+        if isinstance(call, Site):
+            rows = graph.call_function(torch.index_select, (rows, 0, row_slot))
+        else:
+            arguments = (rows, *packed[0].nodes, offsets, row_slot)
+            rows = graph.call_function(packed[0].operator("grouped_swiglu"), arguments, packed[0].options)
+        arguments = (rows, *packed[-1].nodes, offsets, slot_row)
+        out = graph.call_function(packed[-1].operator("grouped_mm_combine"), arguments, packed[-1].options)
     replace_node(last.scope, last.node, out)
-
-
-def _order_of(graph: fx.Graph, ids: fx.Node, site: Site) -> list[fx.Node]:
-    """Add the order of rows by their experts: rows' slots, offsets, slots' rows."""
-    order = graph.call_function(_OPS.moe_route.default, (ids, site.gemm.experts))
-    return [graph.call_function(operator.getitem, (order, part)) for part in range(3)]
-
-
-def _in_order(
-    graph: fx.Graph, rows: fx.Node, order: list[fx.Node], packed: Sequence[WeightInput], *factors: fx.Node
-) -> fx.Node:
-    """Add a GEMM of sorted rows, behind one with a SwiGLU if there are two weights; sum each token's rows."""
-    row_slot, offsets, slot_row = order
-    if len(packed) == 1:
-        rows = graph.call_function(torch.index_select, (rows, 0, row_slot))
-    else:
-        arguments = (rows, *packed[0].nodes, offsets, row_slot, *factors)
-        rows = graph.call_function(packed[0].operator("grouped_swiglu"), arguments, packed[0].options)
-    arguments = (rows, *packed[-1].nodes, offsets, slot_row)
-    return graph.call_function(packed[-1].operator("grouped_mm_combine"), arguments, packed[-1].options)
 
 
 def _experts(

@@ -8,8 +8,9 @@ experts, GEMMs that train by the operator whose gradient accepts any strides -> 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from thunder_moe.compilers.dynamo.all_experts_bmm_pattern import AllExpertsBmm, 
 from thunder_moe.compilers.dynamo.attention import find_repeated_attention, group_heads
 from thunder_moe.compilers.dynamo.decode_attention import fuse_decode_attention
 from thunder_moe.compilers.dynamo.expert_ids import remove_noop_masks
-from thunder_moe.compilers.dynamo.fused_moe_pattern import FusedMoE, find_fused_moe, fused_moe_of_gathered_bmm
+from thunder_moe.compilers.dynamo.fused_moe_pattern import find_fused_moe, fused_moe_of_gathered_bmm
 from thunder_moe.compilers.dynamo.gathered_bmm_pattern import find_gathered_bmm
 from thunder_moe.compilers.dynamo.inputs import Rewritten, WeightInput, memory_of_inputs
 from thunder_moe.compilers.dynamo.nodes import value_of
@@ -37,7 +38,7 @@ from thunder_moe.compilers.dynamo.replace import (
 from thunder_moe.compilers.dynamo.routers import find_routers, fuse_router, share_orders
 from thunder_moe.compilers.dynamo.scopes import Scope, attribute, scopes_of
 from thunder_moe.compilers.dynamo.sites import Site, Weights, find_sites, find_swiglu, quantized_gemm
-from thunder_moe.compilers.eligibility import EXPERTS, QUANTIZED, Decision, common_format, describe
+from thunder_moe.compilers.eligibility import QUANTIZED, Decision, common_format, describe
 from thunder_moe.compilers.report import Others
 from thunder_moe.compilers.swiglu import SwiGLU
 from thunder_moe.formats.block_format import BLOCK_FORMATS
@@ -47,14 +48,7 @@ from thunder_moe.weight_cache import stacked_layout
 __all__ = ["rewrite"]
 
 _OPS = torch.ops.thunder_moe
-# The positions of the weights among an operator's arguments, and the decision on each.
-_QUANTIZED: dict[Any, tuple[tuple[int, str], ...]] = {
-    getattr(_OPS, name).default: ((1, decision),) for name, decision in QUANTIZED.items()
-}
-_QUANTIZED |= {getattr(_OPS, name).default: decisions for name, decisions in EXPERTS.items()}
-for _format, _known in BLOCK_FORMATS.items():
-    _with_lora = getattr(_OPS, f"f16a_{_format}weight_moe_experts_lora").default
-    _QUANTIZED[_with_lora] = ((3, _format), (3 + len(_known.fields), _format))
+_QUANTIZED = {getattr(_OPS, name).default: decisions for name, decisions in QUANTIZED.items()}
 
 
 def rewrite(
@@ -62,13 +56,9 @@ def rewrite(
 ) -> tuple[Rewritten, list[Decision], list[Others]]:
     """Rewrite dynamo's graph and those nested in it, in place.
 
-    Args:
-        gm: dynamo's graph.
-        example_inputs: its inputs.
-        attention: True if attention that repeats keys and values is rewritten; None: on CUDA.
-
     Returns:
-        What the graph takes now; what was decided on each GEMM, and on such attention and routers.
+        What the graph takes now; what was decided on each GEMM; and what on attention that repeats keys and values
+        (None: it is rewritten on CUDA) and on routers.
     """
     scopes, weights = _scopes_and_weights(gm, example_inputs)
     if sum(remove_noop_masks(scope) for scope in scopes):
@@ -79,10 +69,10 @@ def rewrite(
     root = scopes[0]
     packing = _Packing(root, weights, example_inputs)
     plans = [_plan(scope, weights) for scope in scopes]
-    quantized = [call for scope in scopes for call in _quantized_calls(scope)]
+    quantized = [found for scope in scopes for found in _quantized(scope, weights)]
     decisions = [decision for plan in plans for decision in plan.decisions]
-    decisions += [(quantized_gemm(node, weights, at), to, "quantized beforehand") for node, at, to in quantized]
-    told_by = _telling_weight(plans, quantized, weights)
+    decisions += [decision for _, decision in quantized]
+    told_by = _telling_weight(plans, [weight for weight, _ in quantized], weights)
     repeated = [
         found
         for scope in scopes
@@ -97,7 +87,8 @@ def rewrite(
     seen = (scope.after_rewrite() if plan.routed else scope for scope, plan in zip(scopes, plans, strict=True))
     routers = [found for scope in seen for found in find_routers(scope)]
     for plan in plans:
-        _carry_out(plan, packing)
+        for put, calls in plan.replacements:
+            put(*packing.inputs_of(*calls))
     for found in repeated:
         if found.entry.decision == "grouped":
             replace_node(found.scope, found.node, group_heads(found))
@@ -125,12 +116,11 @@ class _Packing:
         self.packs: dict[tuple[Any, ...], WeightInput] = {}
 
     def inputs_of(self, *calls: Site | SwiGLU) -> list[WeightInput]:
-        """Return the packed weight of each call; the calls become one operator."""
-        common_format(*(site.gemm for call in calls for site in _sites_of(call)))
+        """Return the packed weight of each call."""
         return [self._inputs_of(call) for call in calls]
 
     def _inputs_of(self, call: Site | SwiGLU) -> WeightInput:
-        sites, interleaved = _sites_of(call), call.interleaved if isinstance(call, SwiGLU) else 0
+        sites, interleaved = (call.sites, call.interleaved) if isinstance(call, SwiGLU) else ((call,), 0)
         nodes = [site.weight for site in sites if site.weight is not None]
         transposed, format = sites[0].transposed, common_format(*(site.gemm for site in sites))
         key = (transposed, interleaved, *nodes)
@@ -171,40 +161,12 @@ class _Packing:
         )
 
 
-def _sites_of(call: Site | SwiGLU) -> tuple[Site, ...]:
-    return call.sites if isinstance(call, SwiGLU) else (call,)
-
-
-def _carry_out(plan: _Plan, packing: _Packing) -> None:
-    """Replace what was found in one graph, but for `routed`."""
-
-    def inputs_of(call: Site | SwiGLU) -> list[WeightInput]:
-        down = call.down if isinstance(call, SwiGLU) else None
-        return [packed for each in (call, down) if each is not None for packed in packing.inputs_of(each)]
-
-    for site in plan.to_train:
-        take_our_gradient(site)
-    for call in plan.calls:
-        if isinstance(call, Site):
-            replace_gemm(call, *inputs_of(call))
-        else:
-            replace_swiglu(call, *inputs_of(call))
-    for layer in plan.whole:
-        replace_fused_moe(layer, *packing.inputs_of(layer.first, layer.down))
-    orders: dict[fx.Node, list[fx.Node]] = {}
-    for call in plan.selected:
-        replace_gathered_bmm(call, orders, *inputs_of(call))
-
-
-def _telling_weight(
-    plans: list[_Plan], quantized: list[tuple[fx.Node, int, str]], weights: Weights
-) -> int | Tensor | None:
+def _telling_weight(plans: list[_Plan], packed: list[fx.Node | None], weights: Weights) -> int | Tensor | None:
     """Return the first weight of a GEMM, else the first parameter or buffer: a position among the graph's inputs, or a
     tensor that it holds."""
     sites = [site.weight for plan in plans for site in plan.sites]
-    operands = [weights.sharing(value_of(node.args[position])) for node, position, _ in quantized]
     static = [node for node in weights.tensors if weights.is_static(node)]
-    node = next((node for node in (*sites, *operands, *static) if node is not None), None)
+    node = next((node for node in (*sites, *packed, *static) if node is not None), None)
     return None if node is None else weights.handle(node)
 
 
@@ -215,22 +177,22 @@ def _scopes_and_weights(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> tu
     return scopes, Weights(scopes, {node: value for node, value in tensors.items() if isinstance(value, Tensor)})
 
 
+# Changes a graph, given the packed weights of some calls.
+_Replacement = tuple[Callable[..., None], tuple[Site | SwiGLU, ...]]
+
+
 @dataclass(frozen=True)
 class _Plan:
-    """The decisions on one graph: `calls`, `whole`, `routed` and `selected` are rewritten, `to_train` get our
-    gradient."""
+    """The decisions on one graph; `routed` are replaced before the others."""
 
     sites: list[Site]
-    calls: list[Site | SwiGLU]
-    whole: list[FusedMoE]
     routed: list[AllExpertsBmm]
-    selected: list[Site | SwiGLU]
-    to_train: list[Site]
+    replacements: list[_Replacement]
     decisions: list[Decision]
 
     @property
     def rewrites(self) -> bool:
-        return bool(self.calls or self.whole or self.routed or self.selected)
+        return bool(self.routed or any(calls for _, calls in self.replacements))
 
 
 def _plan(scope: Scope, weights: Weights) -> _Plan:
@@ -239,16 +201,29 @@ def _plan(scope: Scope, weights: Weights) -> _Plan:
     swiglus = find_swiglu(scope, eligible)
     blocks = [block for block in swiglus if block.reason is None]
     unfused = {site: block.reason for block in swiglus for site in block.sites}
-    fused = {site for block in blocks for site in block.sites}
-    downs = {block.down for block in blocks if block.down is not None}
     dense = find_all_experts_bmm(scope, weights)
+    routed = [block for block in dense if block.routing is not None]
     whole = find_fused_moe(scope, blocks, eligible)
     around, selected, products = find_gathered_bmm(scope, weights)
-    layers = {block: layer for block in around if (layer := fused_moe_of_gathered_bmm(scope, block)) is not None}
-    whole += layers.values()
-    in_layers = {site for layer in whole for site in (*layer.first.sites, layer.down)}
-    routed = [block for block in dense if block.routing is not None]
-    in_layers |= {site for block in routed if block.keeps_width for site in block.sites}
+    gathered = {block: fused_moe_of_gathered_bmm(scope, block) for block in around}
+    whole += [layer for layer in gathered.values() if layer is not None]
+    layers = [*((*layer.first.sites, layer.down) for layer in whole), *(block.sites for block in routed)]
+    for experts in layers:
+        common_format(*(site.gemm for site in experts))
+    in_layers = {site for experts in layers for site in experts}
+    trained = [site for site in sites if site.reason is not None and _trains(site)]
+    blocks = [block for block in blocks if block.sites[0] not in in_layers]
+    fused = {site for block in blocks for site in (*block.sites, block.down)}
+    alone = [site for site in eligible if site not in fused | in_layers]
+    orders: dict[fx.Node, list[fx.Node]] = {}
+    replacements: list[_Replacement] = [
+        *((partial(take_our_gradient, site), ()) for site in trained),
+        *((partial(replace_swiglu, block), _packed_by(block)) for block in blocks),
+        *((partial(replace_gemm, site), (site,)) for site in alone),
+        *((partial(replace_fused_moe, layer), (layer.first, layer.down)) for layer in whole),
+        *((partial(replace_gathered_bmm, orders, block), _packed_by(block)) for block in around if not gathered[block]),
+        *((partial(replace_gathered_bmm, orders, site), (site,)) for site in selected),
+    ]
 
     def decision(site: Site, reason: str | None, *, is_fused: bool) -> Decision:
         requires_grad = site.weight is not None and weights.tensors[site.weight].requires_grad
@@ -257,33 +232,27 @@ def _plan(scope: Scope, weights: Weights) -> _Plan:
             whole=site in in_layers,
         )  # fmt: skip
 
-    decisions = [decision(site, site.reason, is_fused=site in fused) for site in sites]
+    first = {site for block in (*swiglus, *around) if block.reason is None for site in block.sites}
+    decisions = [decision(site, site.reason, is_fused=site in first) for site in sites]
     for block in dense:
         decisions += [decision(site, block.reason, is_fused=site is not block.sites[-1]) for site in block.sites]
-    fused_products = {block.sites[0] for block in around}
-    decisions += [decision(site, site.reason, is_fused=site in fused_products) for site in products]
-    return _Plan(
-        [*sites, *products, *(site for block in dense for site in block.sites)],
-        [
-            *(block for block in blocks if block.sites[0] not in in_layers),
-            *(site for site in eligible if site not in fused | downs | in_layers),
-        ],
-        whole,
-        routed,
-        [*(block for block in around if block not in layers), *selected],
-        [site for site in sites if site.reason is not None and _trains(site)],
-        decisions,
-    )
+    decisions += [decision(site, site.reason, is_fused=site in first) for site in products]
+    sites += [*products, *(site for block in dense for site in block.sites)]
+    return _Plan(sites, routed, replacements, decisions)
 
 
-def _quantized_calls(scope: Scope) -> list[tuple[fx.Node, int, str]]:
-    """Return (call, position of a weight among its arguments, decision on it) of the NVFP4 operators of modules that
-    quantize_ had swapped in already."""
-    found = []
+def _packed_by(call: Site | SwiGLU) -> tuple[Site | SwiGLU, ...]:
+    """Return the parts of a call that have a packed weight each."""
+    return (call, call.down) if isinstance(call, SwiGLU) and call.down is not None else (call,)
+
+
+def _quantized(scope: Scope, weights: Weights) -> Iterator[tuple[fx.Node | None, Decision]]:
+    """Yield (weight, decision) of each packed weight of the modules that quantize_ had swapped in already."""
     for node in scope.graph.nodes:
         target = getattr(node.target, "default", node.target) if node.op == "call_function" else None
-        found += [(node, position, decision) for position, decision in _QUANTIZED.get(target, ())]
-    return found
+        for position, to in _QUANTIZED.get(target, ()):
+            gemm = quantized_gemm(node, weights, position)
+            yield weights.sharing(value_of(node.args[position])), (gemm, to, "quantized beforehand")
 
 
 def _trains(site: Site) -> bool:

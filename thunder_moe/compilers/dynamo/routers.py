@@ -20,18 +20,10 @@ from torch import Tensor, fx
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from thunder_moe.compilers.dynamo.effects import is_in_a_function_transform, storages_of
-from thunder_moe.compilers.dynamo.nodes import (
-    calls,
-    given,
-    is_in_place,
-    kind_of,
-    source_of,
-    user_line,
-    value_of,
-)
+from thunder_moe.compilers.dynamo.nodes import calls, given, is_in_place, kind_of, source_of, user_line, value_of
 from thunder_moe.compilers.dynamo.replace import erase
 from thunder_moe.compilers.dynamo.scopes import Scope
-from thunder_moe.compilers.eligibility import EXPERTS
+from thunder_moe.compilers.eligibility import QUANTIZED
 from thunder_moe.compilers.report import RouterEntry
 from thunder_moe.compilers.routers import RouterMatch, match_router, reason_against_kernels
 from thunder_moe.compilers.safety import Program
@@ -43,8 +35,14 @@ from thunder_moe.ops.router import moe_router  # noqa: F401  (registers the oper
 __all__ = ["Router", "find_routers", "fuse_router", "share_orders"]
 
 _OPS = torch.ops.thunder_moe
-_ROUTE, _ROUTER = ({operation, operation.default} for operation in (_OPS.moe_route, _OPS.moe_router))
-_EXPERTS = {each for name in EXPERTS for operation in (getattr(_OPS, name),) for each in (operation, operation.default)}
+
+
+def _targets(*names: str) -> set[Any]:
+    return {target for name in names for target in (getattr(_OPS, name), getattr(_OPS, name).default)}
+
+
+_ROUTE, _ROUTER = _targets("moe_route"), _targets("moe_router")
+_EXPERTS = _targets(*(name for name in QUANTIZED if name.endswith("moe_experts")))
 
 
 class _Graph:
@@ -105,28 +103,16 @@ class _Graph:
 
 @dataclass(eq=False)
 class Router:
-    """A router of a graph.
+    """A router of a graph."""
 
-    Attributes:
-        match: its operations and options.
-        scope: the graph that it is in.
-        place: the node that `moe_router` is inserted before.
-        nodes: the nodes that it replaces, in order.
-    """
-
-    match: RouterMatch
-    scope: Scope
-    place: fx.Node
-    nodes: list[Any]
-
-    @property
-    def options(self) -> dict[str, Any]:
-        """Return the options of `moe_router`."""
-        return {**self.match.options, "scores_dtype": value_of(self.match.scores).dtype}
+    match: RouterMatch  # its operations and options
+    scope: Scope  # the graph that it is in
+    place: fx.Node  # the node that `moe_router` is inserted before
+    nodes: list[Any]  # the nodes that it replaces, in order
 
 
 def find_routers(scope: Scope) -> list[tuple[Router, RouterEntry]]:
-    """Return the routers of a graph with example values; `decision` says which are to be fused."""
+    """Return the routers of a graph with example values, and their entries, which say which are to be fused."""
     found = []
     graph = _Graph(scope)
     for node in scope.graph.nodes:
@@ -158,7 +144,8 @@ def fuse_router(router: Router) -> None:
         bias = match.bias
         if bias is not None and value_of(bias).ndim == 2:
             bias = graph.call_method("squeeze", (bias, 0))
-        call = graph.call_function(_OPS.moe_router.default, (match.logits, bias), router.options)
+        options = match.options | dict(scores_dtype=value_of(match.scores).dtype)
+        call = graph.call_function(_OPS.moe_router.default, (match.logits, bias), options)
         scores, ids = (graph.call_function(operator.getitem, (call, part)) for part in range(2))
     chosen = [user for user in match.top_k.users if user.args[1] == 1]
     for old, new in ((match.scores, scores), *((part, ids) for part in chosen)):
@@ -170,12 +157,7 @@ def fuse_router(router: Router) -> None:
 
 def share_orders(graph: fx.Graph, program: Program) -> None:
     """Let calls of `moe_route`, and experts that sort by themselves, read the order of rows of the `moe_router` whose
-    ids they are given.
-
-    Args:
-        graph: behind all other rewrites.
-        program: the program of the graph before them.
-    """
+    ids they are given. It comes behind all other rewrites; `program` is the program of the graph before them."""
     for node in list(graph.nodes):
         experts_sort = node.target in _EXPERTS and len(node.args) in (12, 14) and node.args[-3:] == (None, None, None)
         routes = node.target in _ROUTE and len(node.args) == 2 and all(calls(user, "getitem") for user in node.users)

@@ -32,24 +32,15 @@ _OPERANDS_AT = {"cond": 3}
 
 @dataclass(eq=False)
 class Scope:
-    """A graph whose GEMMs may be rewritten.
-
-    Attributes:
-        module: the graph module that holds it.
-        modes: the grad mode of each node.
-        parent: the scope of the operator that calls it, None for the root.
-        call: that operator.
-        bodies: all scopes that it calls, this one among them.
-        refusal: why GEMMs in here are not rewritten; None if they may be.
-        differentiates_itself: the forward or backward of an `autograd.Function`, whose grad mode tells nothing.
-    """
+    """A graph whose GEMMs may be rewritten."""
 
     module: fx.GraphModule
-    modes: dict[fx.Node, bool]
-    parent: Scope | None = None
-    call: fx.Node | None = None
-    bodies: list[Scope] = field(default_factory=list)
-    refusal: str | None = None
+    modes: dict[fx.Node, bool]  # the grad mode of each node
+    parent: Scope | None = None  # the scope of the operator that calls it, None for the root
+    call: fx.Node | None = None  # that operator
+    bodies: list[Scope] = field(default_factory=list)  # all scopes that it calls, this one among them
+    refusal: str | None = None  # why GEMMs in here are not rewritten; None if they may be
+    # the forward or backward of an `autograd.Function`, whose grad mode tells nothing
     differentiates_itself: bool = False
     children: dict[fx.Node, list[Scope]] = field(default_factory=dict)
     _threaded: dict[fx.Node, fx.Node] = field(default_factory=dict)
@@ -148,12 +139,7 @@ class Scope:
 
 
 def scopes_of(gm: fx.GraphModule, grad_enabled: bool) -> list[Scope]:
-    """Return the scope of dynamo's graph, then the scopes of all graphs nested in it.
-
-    Args:
-        gm: dynamo's graph module.
-        grad_enabled: the grad mode in which it is called.
-    """
+    """Return the scope of dynamo's graph, called in a grad mode, then the scopes of all graphs nested in it."""
     root = Scope(gm, grad_modes(gm.graph, grad_enabled))
     return [root, *_nested_in(root)]
 

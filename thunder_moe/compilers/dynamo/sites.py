@@ -29,38 +29,21 @@ from thunder_moe.compilers.spellings import column_part
 from thunder_moe.compilers.swiglu import Gemm, SwiGLU
 from thunder_moe.formats.block_format import BLOCK_FORMATS
 
-__all__ = [
-    "Site",
-    "Weights",
-    "find_sites",
-    "find_swiglu",
-    "quantized_gemm",
-    "read_live_rows_alone",
-    "site_of",
-]
+__all__ = ["Site", "Weights", "find_sites", "find_swiglu", "quantized_gemm", "read_live_rows_alone", "site_of"]
 
 _OWN = ("linear", "activated")  # kinds of GEMMs of this package's, whose weight is (E, N, K)
 
 
 @dataclass(frozen=True, eq=False)
 class Site:
-    """A grouped GEMM of the graph.
+    """A grouped GEMM of the graph."""
 
-    Attributes:
-        node: its call.
-        scope: the graph that it is in.
-        gemm: names and sizes.
-        weight: the root's placeholder or get_attr node of the weight, None if there is none behind mat_b.
-        transposed: the weight is (E, K, N), not (E, N, K).
-        reason: why it stays 16-bit, None if it is rewritten.
-    """
-
-    node: fx.Node
-    scope: Scope
-    gemm: GroupedGemm
-    weight: fx.Node | None
-    transposed: bool
-    reason: str | None
+    node: fx.Node  # its call
+    scope: Scope  # the graph that it is in
+    gemm: GroupedGemm  # names and sizes
+    weight: fx.Node | None  # the root's placeholder or get_attr node of the weight, None if there is none behind mat_b
+    transposed: bool  # the weight is (E, K, N), not (E, N, K)
+    reason: str | None  # why it stays 16-bit, None if it is rewritten
 
     @property
     def operands(self) -> tuple[Any, Any, Any]:
@@ -92,8 +75,8 @@ class Weights:
         self.tensors = tensors
         self._positions = {node: at for at, node in enumerate(scopes[0].graph.find_nodes(op="placeholder"))}
         self._by_storage: dict[int, list[fx.Node]] = {}
-        for node, real in tensors.items():
-            if _is_static(node, real):
+        for node in tensors:
+            if self.is_static(node):
                 for storage in storages_of(scopes[0].value_of(node)):
                     self._by_storage.setdefault(storage, []).append(node)
 
@@ -102,8 +85,12 @@ class Weights:
         return self._positions.get(node, self.tensors[node])
 
     def is_static(self, node: fx.Node) -> bool:
-        """True if an input is a parameter or buffer."""
-        return _is_static(node, self.tensors[node])
+        """True if an input is a parameter or buffer with data that can be quantized ahead of the call."""
+        real = self.tensors[node]
+        if isinstance(real, FakeTensor) or is_traceable_wrapper_subclass(real):
+            return False
+        marked = "_dynamo_static_input_type" in node.meta.get("tensor_dict", {})
+        return node.op == "get_attr" or isinstance(real, torch.nn.Parameter) or marked
 
     def behind(self, scope: Scope, source: Any, mat_b: torch.Tensor) -> tuple[fx.Node | None, bool]:
         """Return (node, transposed): the weight that mat_b (E, K, N) is a view of, and True if both have one layout.
@@ -146,22 +133,19 @@ def find_sites(scope: Scope, weights: Weights) -> list[Site]:
             continue
         if not own and (rows.ndim != 2 or weight.ndim != 3 or "offs" not in named or "bias" in named):
             continue
-        sites.append(site_of(node, scope, source, weight.mT if own else weight, rows, rows.shape[0], weights))
+        sites.append(site_of(node, scope, source, weight.mT if own else weight, rows, weights))
     return sites
 
 
 def site_of(
-    node: fx.Node,
-    scope: Scope,
-    source: Any,
-    mat_b: torch.Tensor,
-    activation: torch.Tensor,
-    rows: Any,
-    weights: Weights,
+    node: fx.Node, scope: Scope, source: Any, mat_b: torch.Tensor, activation: torch.Tensor, weights: Weights
 ) -> Site:
-    """Return the site of a GEMM with the weight mat_b (E, K, N), a view of the node `source`, with its decision."""
+    """Return the site of a GEMM with the weight mat_b (E, K, N), a view of the node `source`, with its decision.
+
+    The activation is (M, K) for a grouped GEMM, and for a batched one (E, M, K)."""
     assert scope.program.steps  # made before anything is rewritten
     experts, k, n = mat_b.shape
+    rows = activation.shape[0] if activation.ndim == 2 else None
     out_dtype = value_of(node).dtype  # asked for, or autocast's
     transformed = is_in_a_function_transform(mat_b) or is_in_a_function_transform(activation)
     weight, transposed = (None, True) if is_in_a_function_transform(mat_b) else weights.behind(scope, source, mat_b)
@@ -232,10 +216,8 @@ def find_swiglu(scope: Scope, sites: Iterable[Site]) -> list[SwiGLU]:
     return swiglu.find_swiglu(_Graph(scope, sites))
 
 
-def quantized_gemm(node: Any, weights: Weights, position: int = 1) -> GroupedGemm:
-    """Return names and sizes of the GEMM of one of the package's operators; its arguments begin with rows or tokens.
-
-    `position` is the position of the weight among the arguments."""
+def quantized_gemm(node: Any, weights: Weights, position: int) -> GroupedGemm:
+    """Return names and sizes of the GEMM of an operator with packed weights, by the position of one of them."""
     rows, packed = value_of(node.args[0]), value_of(node.args[position])
     format = next(known for known in BLOCK_FORMATS.values() if packed.dtype in known.code_dtypes)
     experts, codes, n = packed.shape
@@ -280,14 +262,6 @@ def part_of(node: Any) -> tuple[fx.Node | None, str]:
     stop = width if columns.stop is None else columns.stop
     part = column_part(width, columns.start or 0, stop, columns.step or 1)
     return (whole, part) if part else (None, "")
-
-
-def _is_static(node: fx.Node, real: torch.Tensor) -> bool:
-    """True if an input is a parameter or buffer with data that can be quantized ahead of the call."""
-    if isinstance(real, FakeTensor) or is_traceable_wrapper_subclass(real):
-        return False
-    marked = "_dynamo_static_input_type" in node.meta.get("tensor_dict", {})
-    return node.op == "get_attr" or isinstance(real, torch.nn.Parameter) or marked
 
 
 def qualified_name(node: fx.Node) -> str:

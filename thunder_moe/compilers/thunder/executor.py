@@ -10,41 +10,30 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import thunder.torch as ltorch
 import torch
 import torch.nn.functional as F
+from thunder.core.compile_data import get_compile_data
+from thunder.core.dtypes import dtype, to_torch_dtype
+from thunder.extend import register_executor, resolve_executors
 
-from thunder_moe.compilers.thunder.compat import (
-    import_thunder,
-    put_first,
-    route_thunderfx,
-    scaled_dot_product_attention,
-    with_python_types,
-)
-
-import_thunder()
-
-import thunder.torch as ltorch  # noqa: E402
-from thunder.core.compile_data import get_compile_data  # noqa: E402
-from thunder.core.dtypes import dtype, to_torch_dtype  # noqa: E402
-from thunder.extend import register_executor, resolve_executors  # noqa: E402
-
-from thunder_moe.compilers.thunder import nvfuser, thunderfx  # noqa: E402
-from thunder_moe.compilers.thunder.rewrite import NVFP4Rewrite  # noqa: E402
-from thunder_moe.compilers.thunder.symbols import (  # noqa: E402
-    EXECUTOR,
-    OPERATOR_SYMBOLS,
-    SYMBOLS,
-    grouped_mm,
-    moe_experts,
-)
-from thunder_moe.compilers.thunder.training_symbols import (  # noqa: E402
+from thunder_moe.compilers.thunder import nvfuser, thunderfx
+from thunder_moe.compilers.thunder.rewrite import NVFP4Rewrite
+from thunder_moe.compilers.thunder.symbols import EXECUTOR, OPERATOR_SYMBOLS, SYMBOLS, grouped_mm, moe_experts
+from thunder_moe.compilers.thunder.training_symbols import (
     activated_linear_call,
     bias_call,
     linear_call,
     scaled_activation_call,
 )
-from thunder_moe.nn.linear import traced_by_thunder  # noqa: E402
-from thunder_moe.ops.operator import is_eager, is_plain_eager  # noqa: E402
+from thunder_moe.compilers.thunder_compat import (
+    put_first,
+    route_thunderfx,
+    scaled_dot_product_attention,
+    with_python_types,
+)
+from thunder_moe.nn.linear import traced_by_thunder
+from thunder_moe.ops.operator import is_eager, is_plain_eager
 
 __all__ = ["moe_executor", "nvfp4_rewrite"]
 

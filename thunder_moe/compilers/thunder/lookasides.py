@@ -1,20 +1,46 @@
-"""Lookasides of moe_executor that look at their arguments, then have Thunder trace the original function or another.
-Called by the thunder_* modules of integrations.huggingface; calls Thunder's interpreter.
+"""Lookasides of moe_executor for functions of transformers: which modules have them, and what they are written with.
+Called by symbols.py (`LateLookasides` is the base of its executor) and the thunder_* modules of
+integrations.huggingface; calls these modules and Thunder's interpreter.
+
+`thunder.jit` reads an executor's lookasides when it is called, and by then the model's own modules are imported.
 """
 
 from __future__ import annotations
 
+import importlib
+import sys
 import types
 from collections.abc import Callable
 from typing import Any
 
-from thunder_moe.compilers.thunder.compat import import_thunder
+from thunder.core.interpreter import _interpret_call, wrap_const
+from thunder.extend import OperatorExecutor
 
-import_thunder()
+__all__ = ["LateLookasides", "same_code", "trace"]
 
-from thunder.core.interpreter import _interpret_call, wrap_const  # noqa: E402
+# A module of transformers -> the module that has `LOOKASIDES` for it. By name: neither is imported early.
+_MODULES = {
+    "transformers.models.llama4.modeling_llama4": "thunder_moe.integrations.huggingface.thunder_llama4",
+    "transformers.utils.output_capturing": "thunder_moe.integrations.huggingface.thunder_outputs",
+    "transformers.cache_utils": "thunder_moe.integrations.huggingface.thunder_cache",
+}
 
-__all__ = ["same_code", "trace"]
+
+class LateLookasides(OperatorExecutor):
+    """An operator executor whose `_lookasides` are completed whenever Thunder reads them."""
+
+    _added: dict[Any, Callable[..., Any]]
+
+    @property
+    def _lookasides(self) -> dict[Any, Callable[..., Any]]:
+        for theirs, ours in _MODULES.items():
+            if theirs in sys.modules:
+                self._added.update(importlib.import_module(ours).LOOKASIDES)
+        return self._added
+
+    @_lookasides.setter
+    def _lookasides(self, lookasides: dict[Any, Callable[..., Any]]) -> None:
+        self._added = lookasides
 
 
 def same_code(function: Any) -> types.FunctionType:

@@ -14,31 +14,25 @@ import weakref
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
+import thunder.core.dtypes as dtypes
 import torch
+from looseversion import LooseVersion
+from thunder.core.devices import DeviceType
+from thunder.core.proxies import TensorProxy
+from thunder.core.symbol import Symbol
+from thunder.executors.nvfuserex import nvfuser_version, nvfuserex
 
-from thunder_moe.compilers.thunder.compat import import_thunder
-
-import_thunder()
-
-import thunder.core.dtypes as dtypes  # noqa: E402
-from looseversion import LooseVersion  # noqa: E402
-from thunder.core.devices import DeviceType  # noqa: E402
-from thunder.core.proxies import TensorProxy  # noqa: E402
-from thunder.core.symbol import Symbol  # noqa: E402
-from thunder.executors.nvfuserex import nvfuser_version, nvfuserex  # noqa: E402
-
-from thunder_moe.compilers.thunder.symbols import nvfp4_grouped_mm, nvfp4_grouped_swiglu  # noqa: E402
-from thunder_moe.formats.layouts import LINEAR, SWIZZLED_128X4  # noqa: E402
-from thunder_moe.formats.nvfp4 import BLOCK_SIZE, E2M1_MAX, E4M3_MAX  # noqa: E402
-from thunder_moe.kernels.w4a4 import FLOAT_MAX, SMALLEST_AMAX  # noqa: E402
-from thunder_moe.ops.operator import OPERATORS  # noqa: E402
+from thunder_moe.compilers.thunder.symbols import nvfp4_grouped_mm, nvfp4_grouped_swiglu
+from thunder_moe.formats.layouts import LINEAR, SWIZZLED_128X4
+from thunder_moe.formats.nvfp4 import BLOCK_SIZE, E2M1_MAX, E4M3_MAX
+from thunder_moe.kernels.w4a4 import SMALLEST_AMAX
+from thunder_moe.ops.operator import OPERATORS
 
 __all__ = ["LAYOUT", "is_listed", "is_plain", "refusal", "register"]
 
 LAYOUT = SWIZZLED_128X4  # of the weights' block scales
 SM100 = (10, 0)
-FIRST_VERSION = LooseVersion("0.2.34")  # the first with cutlass_nvfp4_grouped_mm and the swizzle of the rows' scales
-GROUPED_QUANTIZE_VERSION = LooseVersion("0.2.36")  # the first that quantizes and swizzles in one op
+FIRST_VERSION = LooseVersion("0.2.36")  # the first with nv_grouped_block_quantize
 K_MULTIPLE, N_MULTIPLE, MOST_EXPERTS = 64, 128, 1024
 
 
@@ -72,15 +66,11 @@ def refusal(symbol: Symbol, *args: Any, **kwargs: Any) -> str | None:
 
     - no argument but the operands, layout and activation_amax differs from its default;
     - everything on one CUDA device, of compute capability exactly 10.0, the only one that the kernel is built for;
-    - nvFuser 0.2.34 or newer;
+    - nvFuser 0.2.36 or newer;
     - layout "swizzled_128x4", fp4_weight float4_e2m1fn_x2 (nvFuser has no uint8), block scales e4m3;
     - activation bfloat16 or float16 (M, K), one float32 global scale per expert;
     - offsets (and blockscale_offsets, problem_sizes, where given) int32, which CUTLASS does not check;
     - K a multiple of 64, N of 128, at most 1024 experts, at least one row.
-
-    Args:
-        symbol: `nvfp4_grouped_mm` or `nvfp4_grouped_swiglu`.
-        args, kwargs: of the call; tensors are proxies.
     """
     call = _Call(symbol, args, kwargs)
     if call.unknown is not None:
@@ -147,14 +137,7 @@ KNOWN = (*OPERANDS, *OPTIONAL, "layout", "activation_amax")
 
 
 class _Call:
-    """The arguments of a call of either operator, by the names of the operator's schema.
-
-    Attributes:
-        tensors: the operands, without optional ones that are not given.
-        layout: the layout of the block scales.
-        activation_amax: known from calibration, or None.
-        unknown: the first argument that the translators do not read and that differs from its default; None if none.
-    """
+    """The arguments of a call of either operator, by the names of the operator's schema."""
 
     def __init__(self, symbol: Symbol, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         defaults = {value.name: value.default for value in OPERATORS[symbol.name].signature.parameters.values()}
@@ -163,7 +146,8 @@ class _Call:
         self.tensors |= {name: given[name] for name in OPTIONAL if given.get(name) is not None}
         self.activation, self.fp4_weight, _, _, self.offsets = (given[name] for name in OPERANDS)
         self.layout: str = given.get("layout", LINEAR)
-        self.activation_amax: float | None = given.get("activation_amax")
+        self.activation_amax: float | None = given.get("activation_amax")  # known from calibration
+        # The first argument that the translators do not read, and that differs from its default.
         others = (name for name in given if name not in KNOWN)
         self.unknown = next((name for name in others if not _same(given[name], defaults.get(name))), None)
 
@@ -273,18 +257,13 @@ class _Definition:
         """Return the rows as the kernel reads them: fp4 (M, K), e4m3 block scales swizzled and padded by expert, the
         0-d factor that decodes both, the experts' first rows, and the first rows of their scales (`places`, if given).
         """
-        a, (m, k), (starts, _) = self.get(proxy), proxy.shape, self.starts_and_rows(offsets)
+        a, (starts, _) = self.get(proxy), self.starts_and_rows(offsets)
         scale_starts = self.scale_starts(offsets) if places is None else self.get(places)
         encode = self._encode_scale(proxy, a, amax, offsets)
-        decode = self.fd.ops.reciprocal(encode)
-        if self._impl.nvfuser_version() >= GROUPED_QUANTIZE_VERSION:
-            fp4, scale = self.fd.ops.nv_grouped_block_quantize(
-                a, starts, scale_starts, encode, BLOCK_SIZE, self.types.Float4_e2m1fn
-            )
-        else:
-            fp4, scale = self._decomposed(a, m, k, encode, decode)
-            scale = self.fd.ops.preprocess_grouped_matmul_input_sf(scale, starts, scale_starts)
-        return fp4, scale, decode, starts, scale_starts
+        fp4, scale = self.fd.ops.nv_grouped_block_quantize(
+            a, starts, scale_starts, encode, BLOCK_SIZE, self.types.Float4_e2m1fn
+        )
+        return fp4, scale, self.fd.ops.reciprocal(encode), starts, scale_starts
 
     def _encode_scale(self, proxy: TensorProxy, a: Any, amax: float | None, offsets: TensorProxy) -> Any:
         """Return 2688 (0-d) over the largest magnitude of the experts' rows, or over the one from calibration."""
@@ -299,15 +278,3 @@ class _Definition:
         magnitudes = ops.where(ops.broadcast_in_dim(live, [m, k], [0]), magnitudes, self._float(0.0))
         largest = ops.max(magnitudes, [0, 1])
         return ops.div(self._float(E2M1_MAX * E4M3_MAX), ops.maximum(largest, self._float(SMALLEST_AMAX)))
-
-    def _decomposed(self, a: Any, m: int, k: int, encode: Any, decode: Any) -> tuple[Any, Any]:
-        """Compute nv_grouped_block_quantize op by op: (fp4 (M, K), e4m3 (M, K // 16))."""
-        ops, blocks = self.fd.ops, [m, k // BLOCK_SIZE, BLOCK_SIZE]
-        values = ops.reshape(ops.cast(a, self.types.Float), blocks)
-        largest = ops.div(ops.max(ops.abs(values), [2]), self._float(E2M1_MAX))
-        scale = ops.cast(ops.mul(largest, ops.broadcast_in_dim(encode, blocks[:2], [])), self.types.Float8_e4m3fn)
-        unit = ops.mul(ops.cast(scale, self.types.Float), ops.broadcast_in_dim(decode, blocks[:2], []))
-        factor = ops.minimum(ops.reciprocal(unit), self._float(FLOAT_MAX))
-        scaled = ops.mul(values, ops.broadcast_in_dim(factor, blocks, [0, 1]))
-        scaled = ops.clamp(scaled, self._float(-E2M1_MAX), self._float(E2M1_MAX))
-        return ops.cast(ops.reshape(scaled, [m, k]), self.types.Float4_e2m1fn), scale

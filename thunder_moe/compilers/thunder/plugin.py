@@ -1,6 +1,6 @@
 """The Thunder plugin "nvfp4-moe": ``thunder.compile(model, plugins="nvfp4-moe")``, with any recipe.
-Made by thunder.compile (compat.py tells it the name); calls nothing: it hands moe_executor and its rewrite to the
-recipe.
+Made by thunder.compile (thunder_compat.py tells it the name); calls nothing: it hands moe_executor and its rewrite to
+the recipe.
 
 It compiles as ``thunder.jit(model, executors=[moe_executor, ...])`` does, with the recipe's executors and transforms
 behind. ``from thunder_moe import moe_executor`` makes the name known, ``thunder_moe.register("thunder")``, too, and
@@ -9,15 +9,11 @@ behind. ``from thunder_moe import moe_executor`` makes the name known, ``thunder
 
 from __future__ import annotations
 
-from thunder_moe.compilers.thunder.compat import import_thunder
+from thunder.core.recipe import Plugin, PluginPolicy
+from thunder.core.transform_common import Transform
+from thunder.extend import Executor
 
-import_thunder()
-
-from thunder.core.recipe import Plugin, PluginPolicy  # noqa: E402
-from thunder.core.transform_common import Transform  # noqa: E402
-from thunder.extend import Executor  # noqa: E402
-
-from thunder_moe.compilers.thunder.executor import moe_executor, nvfp4_rewrite  # noqa: E402
+from thunder_moe.compilers.thunder.executor import moe_executor, nvfp4_rewrite
 
 __all__ = ["NVFP4MoE"]
 

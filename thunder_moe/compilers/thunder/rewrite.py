@@ -13,43 +13,33 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import thunder.core.dtypes as dtypes
+import thunder.torch as ltorch
 import torch
+from thunder.core import prims
+from thunder.core.compile_data import get_compile_data, get_compile_option
+from thunder.core.devices import to_torch_device
+from thunder.core.proxies import ProxyTag, TensorProxy, variableify
+from thunder.core.symbol import BoundSymbol, Symbol
+from thunder.core.trace import TraceCtx, TraceProvenance, TraceTag, from_trace, get_tracectx, tracectx
+from thunder.core.transform_common import Transform
 
-from thunder_moe.compilers.thunder.compat import (
-    import_thunder,
-    refuse_changes_in_graphs,
-    refuse_delayed_changes,
-    without_gradient,
-)
-
-import_thunder()
-
-import thunder.core.dtypes as dtypes  # noqa: E402
-import thunder.torch as ltorch  # noqa: E402
-from thunder.core import prims  # noqa: E402
-from thunder.core.compile_data import get_compile_data, get_compile_option  # noqa: E402
-from thunder.core.devices import to_torch_device  # noqa: E402
-from thunder.core.proxies import ProxyTag, TensorProxy, variableify  # noqa: E402
-from thunder.core.symbol import BoundSymbol, Symbol  # noqa: E402
-from thunder.core.trace import TraceCtx, TraceProvenance, TraceTag, from_trace, get_tracectx, tracectx  # noqa: E402
-from thunder.core.transform_common import Transform  # noqa: E402
-
-from thunder_moe.compilers.eligibility import GroupedGemm, choosing_format, common_format, describe  # noqa: E402
-from thunder_moe.compilers.safety import is_hidden_training_forward  # noqa: E402
-from thunder_moe.compilers.swiglu import SwiGLU  # noqa: E402
-from thunder_moe.compilers.thunder import nvfuser  # noqa: E402
-from thunder_moe.compilers.thunder.routers import find_routers, fuse_router  # noqa: E402
-from thunder_moe.compilers.thunder.sites import (  # noqa: E402
+from thunder_moe.compilers.eligibility import GroupedGemm, choosing_format, common_format, describe
+from thunder_moe.compilers.safety import is_hidden_training_forward
+from thunder_moe.compilers.swiglu import SwiGLU
+from thunder_moe.compilers.thunder import nvfuser
+from thunder_moe.compilers.thunder.routers import find_routers, fuse_router
+from thunder_moe.compilers.thunder.sites import (
     Quantized,
     Site,
     find_quantized,
     find_sites,
     find_swiglu,
+    linear_buffers,
     trained_weights,
 )
-from thunder_moe.compilers.thunder.symbols import (  # noqa: E402
+from thunder_moe.compilers.thunder.symbols import (
     EXECUTOR,
-    EXPERTS_LORA,
     OPTION,
     SYMBOLS,
     check_grad_mode,
@@ -61,15 +51,16 @@ from thunder_moe.compilers.thunder.symbols import (  # noqa: E402
     nvfp4_pack,
     nvfp4_swizzle,
 )
-from thunder_moe.compilers.thunder.trace import Computation, is_view, names_read  # noqa: E402
-from thunder_moe.compilers.thunder.training_symbols import (  # noqa: E402
+from thunder_moe.compilers.thunder.trace import Computation, is_view, names_read
+from thunder_moe.compilers.thunder.training_symbols import (
     activated_linear,
     gate_up_bias,
     grouped_bias,
     scaled_activation,
 )
-from thunder_moe.formats.block_format import BLOCK_FORMATS, NVFP4  # noqa: E402
-from thunder_moe.weight_cache import pad_rows, stacked_layout  # noqa: E402
+from thunder_moe.compilers.thunder_compat import refuse_changes_in_graphs, refuse_delayed_changes, without_gradient
+from thunder_moe.formats.block_format import BLOCK_FORMATS, NVFP4
+from thunder_moe.weight_cache import pad_rows, stacked_layout
 
 __all__ = ["NVFP4Rewrite"]
 
@@ -93,24 +84,24 @@ class NVFP4Rewrite(Transform):
         eligible = [site for site in sites if site.reason is None]
         swiglu = find_swiglu(computation, eligible)
         blocks = [block for block in swiglu if block.reason is None]
-        unfused = {id(site): block.reason for block in swiglu for site in block.sites}
-        fused = {id(site) for block in blocks for site in block.sites}
+        unfused = {site: block.reason for block in swiglu for site in block.sites}
+        fused = {site for block in blocks for site in block.sites}
         before = find_quantized(prologue_trace, computation)
         routers, router_entries = find_routers(computation)
         packs: dict[tuple[Any, ...], _PackStep] = {}
         replacements: dict[int, list[BoundSymbol]] = {}
-        routes: dict[int, str] = {}
+        routes: dict[Site | Quantized, str] = {}
         trace = from_trace(computation_trace)
         with tracectx(trace):
-            calls: list[Site | SwiGLU] = [*blocks, *(site for site in eligible if id(site) not in fused)]
+            calls: list[Site | SwiGLU] = [*blocks, *(site for site in eligible if site not in fused)]
             for call in calls:
                 replaced = sorted(call.replaced) if isinstance(call, SwiGLU) else (call.position,)
                 new, route = _replace(packs, call, computation, replaced[-1])
                 replacements |= {id(computation.bound_symbols[position]): [] for position in replaced}
                 replacements[id(computation.bound_symbols[replaced[-1]])] = new
-                routes |= {id(site): route for site in (call.sites if isinstance(call, SwiGLU) else (call,))}
+                routes |= dict.fromkeys(call.sites if isinstance(call, SwiGLU) else (call,), route)
             for quantized in before:
-                new, routes[id(quantized)] = _replace_quantized(packs, quantized)
+                new, routes[quantized] = _replace_quantized(packs, quantized, computation)
                 replacements |= {id(quantized.bsym): new} if new else {}
             for site in sites:
                 if site.reason is not None and site.bsym is computation.bound_symbols[site.position]:
@@ -124,12 +115,12 @@ class NVFP4Rewrite(Transform):
                 replacements |= {id(computation.bound_symbols[at]): new for at, new in fused_at.items()}
         decisions = []
         for site in sites:
-            is_fused, against = id(site) in fused, unfused.get(id(site))
-            gemm, decision, reason = describe(
-                site.gemm, site.reason, requires_grad=site.requires_grad, fused=is_fused, unfused=against
+            traits: dict[str, Any] = dict(
+                requires_grad=site.requires_grad, fused=site in fused, unfused=unfused.get(site)
             )
-            decisions.append((gemm, decision, reason + routes.get(id(site), "")))
-        decisions += [(q.gemm, q.decision, f"quantized beforehand{routes[id(q)]}") for q in before]
+            gemm, decision, reason = describe(site.gemm, site.reason, **traits)
+            decisions.append((gemm, decision, reason + routes.get(site, "")))
+        decisions += [(q.gemm, q.decision, f"quantized beforehand{routes[q]}") for q in before]
         EXECUTOR.record(get_compile_data(), decisions, router_entries)
         checks, declarations = _conditions(prologue_trace, computation, sites, before, list(packs.values()))
         arguments = computation_trace.args
@@ -259,17 +250,18 @@ def _saved(computation: Computation, site: Site, *operands: TensorProxy) -> tupl
     return saved, clones
 
 
-def _replace_quantized(packs: dict[tuple[Any, ...], _PackStep], quantized: Quantized) -> tuple[list[BoundSymbol], str]:
+def _replace_quantized(
+    packs: dict[tuple[Any, ...], _PackStep], quantized: Quantized, computation: Computation
+) -> tuple[list[BoundSymbol], str]:
     """Replace a call whose weight is in NVFP4 already by nvFuser's; leave it unchanged if nvFuser declines."""
-    bsym = quantized.bsym
-    with_lora = bsym.sym.id == EXPERTS_LORA[NVFP4.name].id
-    listed = nvfuser.is_listed(get_compile_data().executors_list)
-    if not listed or with_lora or quantized.gemm.format != NVFP4.name:
+    bsym, listed = quantized.bsym, nvfuser.is_listed(get_compile_data().executors_list)
+    if not listed or bsym.sym not in SYMBOLS[NVFP4.name].values():
         return [], ""
-    if quantized.tensors is None:
+    buffers = linear_buffers(computation, bsym)
+    if buffers is None:
         return [], _route(nvfuser.refusal(bsym.sym, *bsym.args, **bsym.kwargs))
     parts = 2 if bsym.sym.id == nvfp4_grouped_swiglu.id else 1
-    swizzled = _PackStep(nvfp4_swizzle, quantized.tensors, dict(parts=parts))
+    swizzled = _PackStep(nvfp4_swizzle, buffers, dict(parts=parts))
     return _by_nvfuser(packs, swizzled, bsym.sym, bsym.args[0], bsym.args[4], bsym.output, quantized.gemm)
 
 

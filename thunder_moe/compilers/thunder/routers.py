@@ -12,22 +12,18 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
-from thunder_moe.compilers.thunder.compat import import_thunder
+import thunder.core.dtypes as dtypes
+from thunder.core import prims
+from thunder.core.devices import to_torch_device
+from thunder.core.prims import PrimIDs
+from thunder.core.proxies import TensorProxy
+from thunder.core.symbol import BoundSymbol
 
-import_thunder()
-
-import thunder.core.dtypes as dtypes  # noqa: E402
-from thunder.core import prims  # noqa: E402
-from thunder.core.devices import to_torch_device  # noqa: E402
-from thunder.core.prims import PrimIDs  # noqa: E402
-from thunder.core.proxies import TensorProxy  # noqa: E402
-from thunder.core.symbol import BoundSymbol  # noqa: E402
-
-from thunder_moe.compilers.report import RouterEntry  # noqa: E402
-from thunder_moe.compilers.routers import RouterMatch, match_router, reason_against_kernels  # noqa: E402
-from thunder_moe.compilers.spellings import keeps_order  # noqa: E402
-from thunder_moe.compilers.thunder.symbols import moe_route, moe_router  # noqa: E402
-from thunder_moe.compilers.thunder.trace import ARGUMENTS, Computation, spelled  # noqa: E402
+from thunder_moe.compilers.report import RouterEntry
+from thunder_moe.compilers.routers import RouterMatch, match_router, reason_against_kernels
+from thunder_moe.compilers.spellings import keeps_order
+from thunder_moe.compilers.thunder.symbols import moe_route, moe_router
+from thunder_moe.compilers.thunder.trace import ARGUMENTS, Computation, spelled
 
 __all__ = ["Router", "find_routers", "fuse_router"]
 
@@ -89,21 +85,13 @@ class _Graph:
 
 @dataclass(eq=False)
 class Router:
-    """A router of a trace that becomes one symbol.
+    """A router of a trace that becomes one symbol."""
 
-    Attributes:
-        match: its operations and options.
-        place: position of the symbol that moe_router replaces.
-        replaced: positions of the removed symbols, `place` among them.
-        ids: proxy of the chosen experts.
-        route: position of a moe_route of its ids, whose results moe_router gives; None without one.
-    """
-
-    match: RouterMatch
-    place: int
-    replaced: set[int]
-    ids: TensorProxy
-    route: int | None = None
+    match: RouterMatch  # its operations and options
+    place: int  # position of the symbol that moe_router replaces
+    replaced: set[int]  # positions of the removed symbols, `place` among them
+    ids: TensorProxy  # proxy of the chosen experts
+    route: int | None = None  # position of a moe_route of its ids, whose results moe_router gives; None without one
 
 
 def find_routers(computation: Computation) -> tuple[list[Router], list[RouterEntry]]:

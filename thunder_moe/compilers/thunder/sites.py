@@ -9,56 +9,38 @@ from collections.abc import Hashable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from thunder_moe.compilers.thunder.compat import import_thunder
+import thunder.core.dtypes as dtypes
+from thunder.core.prims import PrimIDs
+from thunder.core.proxies import ProxyTag, TensorProxy
+from thunder.core.symbol import BoundSymbol
+from thunder.core.trace import TraceCtx
 
-import_thunder()
+from thunder_moe.compilers import swiglu
+from thunder_moe.compilers.eligibility import QUANTIZED, GroupedGemm, decline_reason, in_chosen_format
+from thunder_moe.compilers.safety import is_hidden_training_forward
+from thunder_moe.compilers.spellings import column_part
+from thunder_moe.compilers.swiglu import Gemm, SwiGLU
+from thunder_moe.compilers.thunder import nvfuser
+from thunder_moe.compilers.thunder.symbols import grouped_mm
+from thunder_moe.compilers.thunder.trace import ARGUMENTS, Computation, spelled
+from thunder_moe.compilers.thunder.training_symbols import activated_linear, grouped_bias, scaled_activation
+from thunder_moe.ops.operator import OPERATORS
 
-import thunder.core.dtypes as dtypes  # noqa: E402
-from thunder.core.prims import PrimIDs  # noqa: E402
-from thunder.core.proxies import ProxyTag, TensorProxy  # noqa: E402
-from thunder.core.symbol import BoundSymbol  # noqa: E402
-from thunder.core.trace import TraceCtx  # noqa: E402
-
-from thunder_moe.compilers import swiglu  # noqa: E402
-from thunder_moe.compilers.eligibility import QUANTIZED, GroupedGemm, decline_reason, in_chosen_format  # noqa: E402
-from thunder_moe.compilers.safety import is_hidden_training_forward  # noqa: E402
-from thunder_moe.compilers.spellings import column_part  # noqa: E402
-from thunder_moe.compilers.swiglu import Gemm, SwiGLU  # noqa: E402
-from thunder_moe.compilers.thunder import nvfuser  # noqa: E402
-from thunder_moe.compilers.thunder.symbols import (  # noqa: E402
-    EXPERTS_LORA,
-    SYMBOLS,
-    grouped_mm,
-)
-from thunder_moe.compilers.thunder.trace import ARGUMENTS, Computation, spelled  # noqa: E402
-from thunder_moe.compilers.thunder.training_symbols import activated_linear, grouped_bias, scaled_activation  # noqa: E402
-from thunder_moe.formats.block_format import BLOCK_FORMATS, NVFP4  # noqa: E402
-
-__all__ = ["Quantized", "Site", "find_quantized", "find_sites", "find_swiglu", "trained_weights"]
+__all__ = ["Quantized", "Site", "find_quantized", "find_sites", "find_swiglu", "linear_buffers", "trained_weights"]
 
 
 @dataclass(frozen=True, eq=False)
 class Site:
-    """A grouped GEMM of the trace.
+    """A grouped GEMM of the trace."""
 
-    Attributes:
-        bsym: its symbol.
-        position: the position in the trace of the symbol, or of the symbol that contains it.
-        gemm: names and sizes.
-        weight: the computation's argument that holds the weight, None if none does.
-        transposed: that argument is (E, K, N), not (E, N, K).
-        reason: why it stays 16-bit, None if it is rewritten.
-        grad_enabled: the grad mode in force at the GEMM.
-        is_thunder_moe_op: True for GroupedLinear and GroupedMLP, whose results are zero past the last row end.
-    """
-
-    bsym: BoundSymbol
-    position: int
-    gemm: GroupedGemm
-    weight: TensorProxy | None  # set where reason is None
-    transposed: bool
-    reason: str | None
-    grad_enabled: bool
+    bsym: BoundSymbol  # its symbol
+    position: int  # the position in the trace of the symbol, or of the symbol that contains it
+    gemm: GroupedGemm  # names and sizes
+    weight: TensorProxy | None  # the computation's argument that holds the weight, None if none does
+    transposed: bool  # that argument is (E, K, N), not (E, N, K)
+    reason: str | None  # why it stays 16-bit, None if it is rewritten
+    grad_enabled: bool  # the grad mode in force at the GEMM
+    # True for GroupedLinear and GroupedMLP, whose results are zero past the last row end
     is_thunder_moe_op: bool = False
 
     @property
@@ -212,50 +194,37 @@ def find_swiglu(computation: Computation, sites: list[Site]) -> list[SwiGLU]:
 
 @dataclass(frozen=True, eq=False)
 class Quantized:
-    """A symbol of a module that quantize_ had swapped in already. `tensors`: qdata, scale and global_scale in NVFP4
-    if they are arguments of the computation, in layout "linear"; None otherwise."""
+    """A packed weight of a module that quantize_ had swapped in already."""
 
     bsym: BoundSymbol
     gemm: GroupedGemm
     decision: str
-    tensors: tuple[TensorProxy, ...] | None
-
-
-_FORMATS = {symbol.id: format for format in SYMBOLS for symbol in SYMBOLS[format].values() if symbol.name in QUANTIZED}
-_WITH_LORA = {symbol.id: BLOCK_FORMATS[format] for format, symbol in EXPERTS_LORA.items()}
 
 
 def find_quantized(prologue: TraceCtx, computation: Computation) -> list[Quantized]:
-    """Return the calls of a trace whose weights are packed already."""
+    """Return the weights of a trace that are packed already."""
     names, found = _qualified_names(prologue), []
     for bsym in computation.bound_symbols:
-        with_lora = bsym.sym.id in _WITH_LORA
-        if not with_lora and bsym.sym.id not in _FORMATS:
-            continue
-        format = _WITH_LORA[bsym.sym.id] if with_lora else BLOCK_FORMATS[_FORMATS[bsym.sym.id]]
-        rows, dtype = bsym.args[0].shape[0], dtypes.to_torch_dtype(bsym.args[0].dtype)
-        if with_lora:
-            rows = bsym.args[1].shape[0] * bsym.args[1].shape[1]
-        for packed in (bsym.args[3], bsym.args[3 + len(format.fields)]) if with_lora else bsym.args[1:2]:
-            behind = computation.argument_behind(packed.name)
-            source = packed if behind is None else behind[0]
-            experts, codes, n = packed.shape
+        for position, decision in QUANTIZED.get(bsym.sym.name, ()):
+            rows, packed, format = bsym.args[0], bsym.args[position], OPERATORS[bsym.sym.name].format
+            (experts, codes, n), dtype = packed.shape, dtypes.to_torch_dtype(rows.dtype)
             # Behind the views of a module's buffer in another layout than "linear".
-            name = names.get(computation.origin(packed.name), source.name)
-            sizes = experts, n, format.codes_per_byte * codes, rows
-            gemm = GroupedGemm(name, *sizes, dtype, dtype, False, format=format.name)
-            tensors = None
-            if not with_lora and format.name == NVFP4.name:  # what nvFuser may take
-                plain = nvfuser.is_plain(bsym.sym, *bsym.args, **bsym.kwargs)
-                buffers = (source, *bsym.args[2 : 1 + len(format.fields)])
-                fixed = all(proxy.name in computation.arguments and _is_static(proxy) for proxy in buffers)
-                changed = computation.program.reason_against_packing(
-                    map(computation.storage, (b.name for b in buffers))
-                )
-                swapped = behind is not None and behind[1]
-                tensors = buffers if plain and swapped and fixed and changed is None else None
-            found.append(Quantized(bsym, gemm, QUANTIZED.get(bsym.sym.name, format.name), tensors))
+            name = names.get(origin := computation.origin(packed.name), origin)
+            sizes = experts, n, format.codes_per_byte * codes, rows.shape[0]
+            found.append(Quantized(bsym, GroupedGemm(name, *sizes, dtype, dtype, False, format=format.name), decision))
     return found
+
+
+def linear_buffers(computation: Computation, bsym: BoundSymbol) -> tuple[TensorProxy, ...] | None:
+    """Return qdata, scale and global_scale of a call of an NVFP4 operator, if they are unchanged parameters or buffers
+    in layout "linear"; None otherwise."""
+    qdata, swapped = computation.argument_behind(bsym.args[1].name) or (None, False)
+    if not swapped or not nvfuser.is_plain(bsym.sym, *bsym.args, **bsym.kwargs):
+        return None
+    buffers = (qdata, *bsym.args[2:4])
+    fixed = all(proxy.name in computation.arguments and _is_static(proxy) for proxy in buffers)
+    changed = computation.program.reason_against_packing([computation.storage(proxy.name) for proxy in buffers])
+    return buffers if fixed and changed is None else None
 
 
 def _is_static(proxy: TensorProxy) -> bool:

@@ -16,38 +16,32 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import thunder.core.dtypes as dtypes
 import torch
+from thunder.core.compile_data import get_compile_data
+from thunder.core.module import ThunderModule
+from thunder.core.prims import OpTags, get_grad, put_grad
+from thunder.core.proxies import TensorProxy
+from thunder.core.symbol import BoundSymbol, Symbol
 from torch import Tensor
 
-from thunder_moe.compilers.thunder.compat import import_thunder
-
-import_thunder()
-
-import thunder.core.dtypes as dtypes  # noqa: E402
-from thunder.core.compile_data import get_compile_data  # noqa: E402
-from thunder.core.module import ThunderModule  # noqa: E402
-from thunder.core.prims import OpTags, get_grad, put_grad  # noqa: E402
-from thunder.core.proxies import TensorProxy  # noqa: E402
-from thunder.core.symbol import BoundSymbol, Symbol  # noqa: E402
-
-from thunder_moe import __version__, weight_cache  # noqa: E402
-from thunder_moe.compilers.eligibility import Decision, GroupedGemm  # noqa: E402
-from thunder_moe.compilers.report import Others, record  # noqa: E402
-from thunder_moe.compilers.safety import is_hidden_training_forward  # noqa: E402
-from thunder_moe.compilers.thunder.late_lookasides import LateLookasides  # noqa: E402
-from thunder_moe.formats.block_format import BLOCK_FORMATS, NVFP4, BlockFormat  # noqa: E402
-from thunder_moe.formats.layouts import LINEAR, SWIZZLED_128X4, scale_shape  # noqa: E402
-from thunder_moe.kernels import trainable_grouped_mm  # noqa: E402
-from thunder_moe.ops import activation as _activation  # noqa: E402, F401  (registers the operators)
-from thunder_moe.ops import experts_lora as _experts_lora  # noqa: E402, F401  (likewise)
-from thunder_moe.ops import fake_quantize as _fake_quantize  # noqa: E402, F401  (likewise)
-from thunder_moe.ops import scaled_mm as _scaled_mm  # noqa: E402, F401  (likewise)
-from thunder_moe.ops.operator import OPERATORS, Operator, op_name_for  # noqa: E402
-from thunder_moe.weight_cache import pad_rows  # noqa: E402
+from thunder_moe import __version__, weight_cache
+from thunder_moe.compilers.eligibility import Decision, GroupedGemm
+from thunder_moe.compilers.report import Others, record
+from thunder_moe.compilers.safety import is_hidden_training_forward
+from thunder_moe.compilers.thunder.lookasides import LateLookasides
+from thunder_moe.formats.block_format import BLOCK_FORMATS, NVFP4, BlockFormat
+from thunder_moe.formats.layouts import LINEAR, SWIZZLED_128X4, scale_shape
+from thunder_moe.kernels import trainable_grouped_mm
+from thunder_moe.ops import activation as _activation  # noqa: F401  (registers the operators)
+from thunder_moe.ops import experts_lora as _experts_lora  # noqa: F401  (likewise)
+from thunder_moe.ops import fake_quantize as _fake_quantize  # noqa: F401  (likewise)
+from thunder_moe.ops import scaled_mm as _scaled_mm  # noqa: F401  (likewise)
+from thunder_moe.ops.operator import OPERATORS, Operator, op_name_for
+from thunder_moe.weight_cache import pad_rows
 
 __all__ = [
     "EXECUTOR",
-    "EXPERTS_LORA",
     "OPERATOR_SYMBOLS",
     "OPTION",
     "SYMBOLS",
@@ -107,13 +101,10 @@ def register(
     *,
     meta: Callable[..., Any] | None = None,
 ) -> Symbol:
-    """Register a symbol of the executor.
+    """Register a symbol of the executor, which `run` computes from tensors.
 
-    Args:
-        name: the name of the symbol.
-        run: computes it from tensors.
-        gradient: Thunder's grad transform; None: autodiff takes the results for constants.
-        meta: makes the proxies of its results; None to run `run` on tensors without data.
+    Without a gradient (Thunder's grad transform), autodiff takes the results for constants. Without a meta function,
+    which makes the proxies of the results, `run` runs on tensors without data.
     """
     symbol = EXECUTOR.register_operator(name, meta=meta or _meta(run), fn=run)
     EXECUTOR.register_implementation(symbol, symbol, grad_transform=gradient)
@@ -236,7 +227,6 @@ SYMBOLS = {
     format.name: {stem: OPERATOR_SYMBOLS[op_name_for(f"f16a_nvfp4weight_{stem}", format)] for stem in _STEMS}
     for format in BLOCK_FORMATS.values()
 }
-EXPERTS_LORA = {format: OPERATOR_SYMBOLS[f"f16a_{format}weight_moe_experts_lora"] for format in BLOCK_FORMATS}
 
 
 def moe_experts(format: str) -> Callable[..., TensorProxy]:
@@ -309,13 +299,6 @@ def _operands(
     )
 
 
-def _pack(*weights: Tensor, names: str = "", **form: Any) -> tuple[Tensor, ...]:
-    try:
-        return weight_cache.operands(*weights, **form)
-    except ValueError as error:
-        raise ValueError(f"cannot quantize {names}: {error}") from error
-
-
 def _check_grad_mode(*weights: Tensor, hidden_training: bool) -> None:
     # Thunder tries its next compilation when a prologue raises.
     if is_hidden_training_forward() != hidden_training:
@@ -350,7 +333,7 @@ def _check_replaced(*modules_and_weights: Any, paths: tuple[tuple[str, ...], ...
             )
 
 
-nvfp4_pack = EXECUTOR.register_operator("nvfp4_pack", meta=_pack_meta, fn=_pack)
+nvfp4_pack = EXECUTOR.register_operator("nvfp4_pack", meta=_pack_meta, fn=weight_cache.operands)
 nvfp4_swizzle = EXECUTOR.register_operator("nvfp4_swizzle", meta=_swizzle_meta, fn=weight_cache.swizzled)
 check_grad_mode, check_memory, check_replaced, declare_changed = (
     EXECUTOR.register_operator(name, meta=lambda *args, **options: None, fn=function, tags=[OpTags.DONT_DCE])

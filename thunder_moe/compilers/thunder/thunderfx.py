@@ -1,5 +1,5 @@
 """thunderfx with moe_executor: dynamo's graph is rewritten as for any other compiler before Thunder splits it.
-Called by ThunderCompiler (compat.py puts `compile_graph` there) and by the torch.compile backend; calls
+Called by ThunderCompiler (thunder_compat.py puts `compile_graph` there) and by the torch.compile backend; calls
 dynamo/compiled_graph.py for the rewrite and Thunder's own ThunderCompiler for what it leaves.
 
 Thunder takes the operators of the rewritten graph by the executor's lookasides. What it does not take goes to inductor,
@@ -13,24 +13,19 @@ from collections.abc import Callable, Sequence
 from functools import cache, partial
 from typing import Any
 
+import thunder
 import torch
-import torch.nn.functional as F
+from thunder.extend import resolve_executors
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import _pytree as pytree
 
 from thunder_moe.compilers.dynamo import compiled_graph
-from thunder_moe.compilers.dynamo.nodes import value_of
+from thunder_moe.compilers.dynamo.nodes import calls, given, value_of
 from thunder_moe.compilers.dynamo.scopes import copy_of
-from thunder_moe.compilers.thunder.compat import import_thunder, original_thunderfx
-
-import_thunder()
-
-import thunder  # noqa: E402
-from thunder.extend import resolve_executors  # noqa: E402
-
-from thunder_moe.compilers.thunder import nvfuser  # noqa: E402
-from thunder_moe.compilers.thunder.symbols import EXECUTOR, OPTION, decided_before  # noqa: E402
+from thunder_moe.compilers.thunder import nvfuser
+from thunder_moe.compilers.thunder.symbols import EXECUTOR, OPTION, decided_before
+from thunder_moe.compilers.thunder_compat import original_thunderfx
 
 __all__ = ["compile_graph", "compiler_with"]
 
@@ -38,11 +33,8 @@ __all__ = ["compile_graph", "compiler_with"]
 def compile_graph(compiler: Any, gm: fx.GraphModule, inputs: Sequence[Any], **options: Any) -> Callable[..., Any]:
     """Compile a graph of dynamo in the place of `ThunderCompiler.__call__`.
 
-    Args:
-        compiler: the ThunderCompiler; its option `moe_format` chooses the number format of the weights.
-        gm: dynamo's graph.
-        inputs: its inputs.
-        **options: the owner, format and option of `compiled_graph.compile_graph`, where they are not the compiler's.
+    Its option `moe_format` chooses the number format of the weights. `options` are the owner, format and option of
+    `compiled_graph.compile_graph`, where they are not the compiler's.
     """
     given = dict(owner=compiler, format=compiler.thunder_options.get(OPTION), option=OPTION) | options
     listed = nvfuser.is_listed(resolve_executors(compiler.thunder_options.get("executors")))
@@ -51,12 +43,7 @@ def compile_graph(compiler: Any, gm: fx.GraphModule, inputs: Sequence[Any], **op
 
 
 def compiler_with(executor: Any, **options: Any) -> Any:
-    """Return a ThunderCompiler.
-
-    Args:
-        executor: comes before the others.
-        **options: of `thunder.jit`; `executors` replaces Thunder's own.
-    """
+    """Return a ThunderCompiler with options of `thunder.jit`; the executor comes before theirs, or Thunder's own."""
     from thunder.dynamo import ThunderCompiler
 
     executors = options.pop("executors", thunder.get_default_executors())
@@ -171,11 +158,11 @@ def _replaced(old: fx.Node, new: Any, node: fx.Node) -> Any:
 def _taken_by_thunder(node: fx.Node) -> Any:
     """Return the target of a call as Thunder's splitter takes it: marked, where the executor has a lookaside for it."""
     function: Any = getattr(node.target, "overloadpacket", node.target)
-    if function in (torch._grouped_mm, F.grouped_mm, torch.ops.aten._grouped_mm):
+    if calls(node, "grouped_mm"):
+        named = given(node)
         function = torch._grouped_mm if function is torch.ops.aten._grouped_mm else function
-        given: dict[str, Any] = dict(zip(("mat_a", "mat_b", "offs", "bias"), node.args, strict=False)) | node.kwargs
-        dims = [getattr(value_of(given[name]), "ndim", None) for name in ("mat_a", "mat_b")]
-        taken = dims == [2, 3] and given.get("offs") is not None and given.get("bias") is None
+        dims = [getattr(value_of(named[name]), "ndim", None) for name in ("mat_a", "mat_b")]
+        taken = dims == [2, 3] and "offs" in named and "bias" not in named
     else:
         taken = isinstance(function, torch._ops.OpOverloadPacket) and function in EXECUTOR._lookasides
     return _marked(function) if taken else node.target

@@ -11,24 +11,19 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any
 
+import thunder.core.dtypes as dtypes
+import thunder.torch as ltorch
 import torch
+from thunder.core.prims import OpTags, PrimIDs
+from thunder.core.proxies import Proxy, ProxyTag, TensorProxy
+from thunder.core.pytree import tree_iter
+from thunder.core.symbol import BoundSymbol, Symbol
+from thunder.core.trace import TraceCtx
 
-from thunder_moe.compilers.thunder.compat import import_thunder
-
-import_thunder()
-
-import thunder.core.dtypes as dtypes  # noqa: E402
-import thunder.torch as ltorch  # noqa: E402
-from thunder.core.prims import OpTags, PrimIDs  # noqa: E402
-from thunder.core.proxies import Proxy, ProxyTag, TensorProxy  # noqa: E402
-from thunder.core.pytree import tree_iter  # noqa: E402
-from thunder.core.symbol import BoundSymbol, Symbol  # noqa: E402
-from thunder.core.trace import TraceCtx  # noqa: E402
-
-from thunder_moe.compilers.eligibility import swaps_last_dims  # noqa: E402
-from thunder_moe.compilers.safety import Program, Step  # noqa: E402
-from thunder_moe.compilers.spellings import SYMBOLS, Spelling  # noqa: E402
-from thunder_moe.compilers.thunder.symbols import EXECUTOR  # noqa: E402
+from thunder_moe.compilers.eligibility import swaps_last_dims
+from thunder_moe.compilers.safety import Program, Step
+from thunder_moe.compilers.spellings import SYMBOLS, Spelling
+from thunder_moe.compilers.thunder.symbols import EXECUTOR
 
 __all__ = ["ARGUMENTS", "Computation", "is_view", "leaves", "names_read", "spelled"]
 
@@ -74,22 +69,14 @@ _SPELLINGS: dict[Hashable, Spelling] = {
 
 
 class Computation:
-    """One pass over a computation trace, before autodiff.
-
-    Attributes:
-        bound_symbols: the bound symbols of the trace; a position is an index of these.
-        arguments: the trace's arguments by name.
-        readers: name -> positions of the symbols that read it, the trace's output among them.
-        position: name -> position of the symbol that makes it.
-        program: its steps are the bound symbols.
-        has_gradients: the grad mode is on for a part of it.
-    """
+    """One pass over a computation trace, before autodiff. A position is an index of `bound_symbols`."""
 
     def __init__(self, trace: TraceCtx) -> None:
         self.bound_symbols: list[BoundSymbol] = list(trace.bound_symbols)
+        # By the names of proxies:
         self.arguments: dict[str, Any] = {arg.name: arg for arg in trace.args if isinstance(arg, Proxy)}
-        self.readers: dict[str, set[int]] = {}
-        self.position: dict[str, int] = {}
+        self.readers: dict[str, set[int]] = {}  # positions of the symbols that read it, the trace's output among them
+        self.position: dict[str, int] = {}  # of the symbol that makes it
         self._leaf: dict[str, BoundSymbol] = {}
         self._root: dict[str, str] = {}
         for position, bsym in enumerate(self.bound_symbols):

@@ -13,21 +13,16 @@ from __future__ import annotations
 
 from typing import Any
 
+import thunder.core.dtypes as dtypes
+import thunder.torch as ltorch
 import torch
+from thunder.core.compile_data import get_compile_data
+from thunder.core.prims import get_grad, put_grad
+from thunder.core.proxies import TensorProxy
 
-from thunder_moe.compilers.thunder.compat import import_thunder
-
-import_thunder()
-
-import thunder.core.dtypes as dtypes  # noqa: E402
-import thunder.torch as ltorch  # noqa: E402
-from thunder.core.compile_data import get_compile_data  # noqa: E402
-from thunder.core.prims import get_grad, put_grad  # noqa: E402
-from thunder.core.proxies import TensorProxy  # noqa: E402
-
-from thunder_moe.compilers.thunder.symbols import grouped_mm, register  # noqa: E402
-from thunder_moe.formats.gate_up import deinterleave, interleave  # noqa: E402
-from thunder_moe.ops.grouped_linear import check_linear  # noqa: E402
+from thunder_moe.compilers.thunder.symbols import grouped_mm, register
+from thunder_moe.formats.gate_up import deinterleave, interleave
+from thunder_moe.ops.grouped_linear import check_linear
 
 __all__ = [
     "activated_linear",

@@ -1,5 +1,5 @@
 """Lookasides of moe_executor that refuse the caches of keys and values whose changes Thunder would lose.
-Imported by compilers/thunder/late_lookasides.py once transformers' caches are imported; calls lookasides.
+Imported by compilers/thunder/lookasides.py once transformers' caches are imported; calls it.
 
 Of several attributes that a traced function sets on one object, Thunder 0.2.6 keeps the first alone. A cache that makes
 its tensors in its first update, or new ones at each step, is wrong afterwards, mostly without an error. Static layers

@@ -1,5 +1,5 @@
 """A lookaside of moe_executor: Llama 4's stock layer is routed while Thunder traces it, so that its expert GEMMs can be
-rewritten. Imported by compilers/thunder/late_lookasides.py when Thunder reads lookasides and transformers' Llama 4 is
+rewritten. Imported by compilers/thunder/lookasides.py when Thunder reads lookasides and transformers' Llama 4 is
 imported; calls routing and torch's grouped GEMM.
 
 Only functions compiled with moe_executor among their executors see it: eager execution, torch.compile and Thunder with

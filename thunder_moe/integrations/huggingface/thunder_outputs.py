@@ -1,5 +1,5 @@
 """Lookasides of moe_executor by which Thunder can trace whole models of transformers.
-Imported by compilers/thunder/late_lookasides.py once transformers' output capturing is imported; calls nothing.
+Imported by compilers/thunder/lookasides.py once transformers' output capturing is imported; calls nothing.
 
 Models keep what they collect (``output_hidden_states=True``) in a context variable, which takes a global instead while
 torch.compile traces. Thunder 0.2.6 traces that branch and fails on the change of the global; called as it is, the

@@ -1,5 +1,5 @@
 """Changes Thunder 0.2.6, or torch for Thunder; each function says why, and until which release.
-Called by thunder_moe.registration and by the modules of compilers.thunder; calls nothing of the package.
+Called by thunder_moe.registration and by compilers.thunder and its modules; calls nothing of the package.
 docs/changes.md has the table.
 
 `import_thunder` is called by ``from thunder_moe import moe_executor`` and ``thunder_moe.register("thunder")``, never by
