@@ -81,7 +81,8 @@ def prepare_qat_(
         The same model. Until `finish_qat_`, its state dict has the weights under "parametrizations.<name>.original".
 
     Raises:
-        ValueError: as `quantize_`; also for a model that is prepared already. The model is unchanged then.
+        ValueError: as `quantize_`; also for a model that is prepared already, or whose weights processes share
+            (tp_size, ep_size). The model is unchanged then.
     """
     require_module(model)
     number_format = find_format(format)
@@ -89,7 +90,12 @@ def prepare_qat_(
     families = families_of(model)
     chosen = choose_experts(model, filter, ignore, families)
     for module, family in chosen.items():
-        for _, view in family.weights(module):
+        for parameter, view in family.weights(module):
+            if hasattr(parameter, "device_mesh"):  # a DTensor, for which `fake_quantize` has no sharding strategy
+                raise ValueError(
+                    f"model: processes share the weights of its {type(module).__name__}, wanted whole weights: without"
+                    " a distributed_config or tp_plan; call fully_shard after prepare_qat_"
+                )
             number_format.check_quantizable(view.detach(), scale_search)
     prepared: list[tuple[nn.Module, str]] = []
     try:
