@@ -144,7 +144,7 @@ REFUSED = {
     "4-bit features": (4, programs.narrow_quantized, TensorParallel(), "in_features=32 .*, wanted a multiple of 64"),
     "blocks": (4, programs.narrow_blocks, TensorParallel(), "in_features=64 .*, wanted a multiple of 128"),
     "tiles": (4, programs.narrow_tiles, TensorParallel(), "layout 'tiled_64x64', wanted a multiple of 512"),
-    "twice": (2, programs.parallel_already, ExpertParallel(), "module: got a ExpertParallelGroupedSwiGLU"),
+    "twice": (2, programs.parallel_already, ExpertParallel(), "module: got a GroupedSwiGLU that is parallel already"),
     "bias": (2, programs.biased, TensorParallel(), "down_proj: got a bias"),
     "main_grad": (2, programs.main_grad, ExpertParallel(), "accumulate_into_main_grad=True"),
     "pairs": (4, programs.pairs, TensorParallel(), "in pairs of 64"),

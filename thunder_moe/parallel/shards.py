@@ -8,6 +8,7 @@ Legend: R ranks. Dim 0 counts experts, 1 out_features, 2 in_features; dense laye
 from __future__ import annotations
 
 from dataclasses import dataclass
+from types import MethodType
 from typing import Any
 
 import torch
@@ -24,21 +25,12 @@ from thunder_moe.nn import GroupedLinear, NVFP4GroupedLinear
 from thunder_moe.nn.lora import LoRALinear
 from thunder_moe.nn.packed import PackedModule
 
-__all__ = ["LocalLinear", "WeightSharding", "check_sharding", "shard_weight_"]
+__all__ = ["WeightSharding", "check_sharding", "shard_weight_"]
 
 Dims = tuple[
     int | None, ...
 ]  # for each dimension of a mesh: the dimension of a tensor that it shards; None: replicated
 _SIZES = ("num_experts", "out_features", "in_features")
-
-
-class LocalLinear(nn.Linear):
-    """torch's linear with a sharded weight: each rank multiplies by its own shard."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        weight: Any = self.weight
-        bias: Any = self.bias
-        return nn.functional.linear(x, weight.to_local(), None if bias is None else bias.to_local())
 
 
 @dataclass(frozen=True)
@@ -161,7 +153,7 @@ def check_sharding(name: str, linear: nn.Module, sharding: WeightSharding) -> No
         raise ValueError(f"{name}: got adapters {list(linear.lora_specs)}, which are not cut; wanted a linear without")
     if is_parametrized(linear):
         raise ValueError(f"{name}: got a parametrized weight (finish_qat_ before), wanted a plain parameter")
-    if isinstance(linear, nn.Linear) and type(linear) is not nn.Linear:
+    if isinstance(linear, nn.Linear) and (type(linear) is not nn.Linear or "forward" in vars(linear)):
         raise TypeError(f"{name}: got a {type(linear).__name__}, whose forward would be lost; wanted torch's nn.Linear")
     if bias is not None and 2 in sharding.dims:
         raise ValueError(f"{name}: got a bias, which each rank would add; wanted bias=False under TensorParallel")
@@ -217,10 +209,15 @@ def shard_weight_(linear: nn.Module, sharding: WeightSharding, source: int | Non
     if isinstance(linear, GroupedLinear | NVFP4GroupedLinear):
         linear._sharded = sharding.stacked == 1
     if isinstance(linear, nn.Linear):
-        linear.__class__ = LocalLinear
+        vars(linear)["forward"] = MethodType(_local_linear, linear)
     linear.register_state_dict_post_hook(_save_dtensors)
     if not packed:  # packed linears call `local_state_dict` themselves
         linear.register_load_state_dict_pre_hook(_load_local)
+
+
+def _local_linear(linear: Any, x: Tensor) -> Tensor:
+    """Multiply by this rank's shard of the weight, as the forward of torch's linear."""
+    return nn.functional.linear(x, linear.weight.to_local(), None if linear.bias is None else linear.bias.to_local())
 
 
 def _broadcast(tensor: Tensor, mesh: DeviceMesh, source: int | None) -> None:

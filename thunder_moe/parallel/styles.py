@@ -4,7 +4,6 @@ Called by users; calls parallel.shards for the weights and parallel.modules for 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -15,7 +14,7 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from thunder_moe.nn import Llama4MoE, NVFP4GroupedSwiGLU
 from thunder_moe.parallel.exchange import EXCHANGES, Exchange
 from thunder_moe.parallel.load import add_buffers
-from thunder_moe.parallel.modules import EXPERT_PARALLEL, EXPERT_TENSOR_PARALLEL, TENSOR_PARALLEL
+from thunder_moe.parallel.modules import PARALLEL, make_parallel
 from thunder_moe.parallel.shards import WeightSharding, check_sharding, shard_weight_
 from thunder_moe.training import GroupedMLP, NVFP4GroupedMLP
 from thunder_moe.training.grouped_mlp import own_form
@@ -75,9 +74,7 @@ class ExpertParallel(ParallelStyle):
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         both = device_mesh.ndim == 2
-        cls = _parallel_class(
-            module, EXPERT_TENSOR_PARALLEL if both else EXPERT_PARALLEL, "ExpertParallel", device_mesh, 2
-        )  # fmt: skip
+        _check_module(module, "ExpertParallel", device_mesh, 2)
         experts: Any = module.routed_experts if isinstance(module, Llama4MoE) else module
         for name, value, plain in (("exchange", self.exchange, "all_to_all"), ("chunks", self.chunks, 1)):
             if value != plain and experts is module:
@@ -91,13 +88,9 @@ class ExpertParallel(ParallelStyle):
         num_experts = next(iter(_linears(experts).values())).num_experts // mesh.size()
         for _, linear, sharding in shardings:
             shard_weight_(linear, sharding, self.src_data_rank)
-        module.__class__ = cls
-        made: Any = module
         room = None if self.capacity is None else -(-self.capacity // self.chunks)
         make = EXCHANGES[self.exchange] if isinstance(self.exchange, str) else self.exchange
-        made.exchange, made.chunks = make(mesh, num_experts, room), self.chunks
-        if features is not None:
-            made.mesh = features
+        make_parallel(module, make(mesh, num_experts, room), self.chunks, features)
         add_buffers(module, self.load_steps, num_experts, _device(module))
         return module
 
@@ -119,15 +112,13 @@ class TensorParallel(ParallelStyle):
     """
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        cls = _parallel_class(module, TENSOR_PARALLEL, "TensorParallel", device_mesh, 1)
+        _check_module(module, "TensorParallel", device_mesh, 1)
         shardings = _feature_shardings(module, device_mesh)
         for name, linear, sharding in shardings:
             check_sharding(name, linear, sharding)
         for _, linear, sharding in shardings:
             shard_weight_(linear, sharding, self.src_data_rank)
-        module.__class__ = cls
-        made: Any = module
-        made.mesh = device_mesh
+        make_parallel(module, None, 1, device_mesh)
         return module
 
 
@@ -169,23 +160,22 @@ def _split_mesh(mesh: DeviceMesh) -> tuple[DeviceMesh, DeviceMesh]:
     return mesh[first], mesh[second]
 
 
-def _parallel_class(
-    module: nn.Module, classes: Mapping[type[nn.Module], type[nn.Module]], style: str, mesh: DeviceMesh, max_dims: int
-) -> type[nn.Module]:
-    """Return the parallel class of a module.
+def _check_module(module: nn.Module, style: str, mesh: DeviceMesh, max_dims: int) -> None:
+    """Check the class and the forward of a module, and the dimensions of the mesh.
 
     Raises:
-        TypeError: the style does not know the module's class.
-        ValueError: the mesh has more than `max_dims` dimensions.
+        TypeError: the styles do not know the module's class.
+        ValueError: the module has a forward of its own, or the mesh has more than `max_dims` dimensions.
     """
-    cls = classes.get(type(module))
-    if cls is None:
-        known = ", ".join(cls.__name__ for cls in classes)
+    if type(module) not in PARALLEL:
+        known = ", ".join(cls.__name__ for cls in PARALLEL)
         raise TypeError(f"module: got a {type(module).__name__}, wanted one of {known} for {style}")
+    if "forward" in vars(module):
+        name = type(module).__name__
+        raise ValueError(f"module: got a {name} that is parallel already or has another forward, wanted a plain one")
     if mesh.ndim > max_dims:
         wanted = ("one", "one or two")[max_dims - 1]
         raise ValueError(f"device_mesh: got {mesh.ndim} dimensions, wanted {wanted}, as mesh['name'] gives it")
-    return cls
 
 
 def _linears(group: nn.Module) -> dict[str, Any]:
