@@ -237,6 +237,6 @@ def test_layers_with_adapters_stay_4_bit():
     """Without `merge_lora_` the adapters would be lost."""
     model, x = adapted()
     expected = model(x)
-    with pytest.raises(ValueError, match="q_proj .*it is a NVFP4LoRALinearPart"):
+    with pytest.raises(ValueError, match="q_proj .*it has LoRA adapters: merge_lora_"):
         dequantize_(model)
     assert torch.equal(model(x), expected)

@@ -249,8 +249,8 @@ CHANGES = {
     "subclass": (own_class, "it is a Loud, not a Linear itself"),
     "hook": (hook, "it has forward hooks"),
     "own forward": (own_forward, "its forward is wrapped or replaced"),
-    "weight norm": (norm, "it is a ParametrizedLinear"),
-    "parameter": (extra, "it has the tensors or children extra more or less"),
+    "weight norm": (norm, "its weight is parametrized"),
+    "parameter": (extra, "it has the parameter extra more or less than a Linear"),
 }
 
 

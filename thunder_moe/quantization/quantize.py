@@ -124,9 +124,9 @@ def quantize_(
     quantizes the rest.
     """
     with exclusive(model):
-        options: dict[str, Any] = dict(filter=filter, ignore=ignore, linears=linears, layout=layout)
-        options["scale_search"] = scale_search
-        choose_modules(model, format=format, **options).quantize_modules()
+        choose_modules(
+            model, format, filter=filter, ignore=ignore, linears=linears, scale_search=scale_search, layout=layout
+        ).quantize_modules()
     return model
 
 
@@ -161,9 +161,9 @@ def plan_quantization(
         TypeError: as `quantize_`.
     """
     with exclusive(model):
-        options: dict[str, Any] = dict(filter=filter, ignore=ignore, linears=linears, layout=layout)
-        options["scale_search"] = scale_search
-        return choose_modules(model, format=format, **options).describe()
+        return choose_modules(
+            model, format, filter=filter, ignore=ignore, linears=linears, scale_search=scale_search, layout=layout
+        ).describe()
 
 
 def dequantize_(model: Model) -> Model:
