@@ -50,18 +50,12 @@ class NVFP4Linear(PackedModule):
         ValueError: the weight has experts, the bias does not fit it.
     """
 
-    bias: nn.Parameter | None
     _of_experts = False
 
     def __init__(self, weight: PackedWeight, bias: Tensor | None = None, **options: Any) -> None:
         if weight.shape[0] != 1:
             raise ValueError(f"weight: got shape {weight.shape}, wanted (1, out_features, in_features)")
-        super().__init__(weight, **options)
-        if bias is not None and bias.shape != (self.out_features,):
-            raise ValueError(f"bias: got shape {tuple(bias.shape)}, wanted {(self.out_features,)}")
-        if bias is not None and not isinstance(bias, nn.Parameter):
-            bias = nn.Parameter(bias.detach(), requires_grad=bias.requires_grad)
-        self.register_parameter("bias", bias)
+        super().__init__(weight, bias, **options)
 
     @classmethod
     @torch.no_grad()
@@ -99,10 +93,6 @@ class NVFP4Linear(PackedModule):
         )
         new.train(linears[0].training)
         return new
-
-    @property
-    def _weight_shape(self) -> tuple[int, int, int]:
-        return 1, self.out_features, self.in_features
 
     def _operands(self, weight: PackedWeight) -> tuple[Tensor, ...]:
         return scaled_mm.dense_operands(weight)
@@ -145,10 +135,6 @@ class NVFP4Linear(PackedModule):
                 linear.bias = bias
             linears.append(linear.train(self.training))
         return linears
-
-    def extra_repr(self) -> str:
-        sizes = f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
-        return f"{sizes}, {self.format_name}" + (f", layout={self.layout!r}" if self.layout != LINEAR else "")
 
 
 def stacked_bias(biases: Sequence[nn.Parameter]) -> nn.Parameter | None:
@@ -199,14 +185,6 @@ class NVFP4LinearStack(NVFP4Linear):
         if self._refused_in is args[-1]:  # the parts come first, and torch has one list of errors for each load
             return
         super()._load_from_state_dict(*args)
-
-    def part(self, x: Tensor, index: int) -> Tensor:
-        """Compute one of the linears: (..., K) -> (..., its out_features), maybe a view."""
-        sizes = self._part_features
-        assert sizes is not None
-        begin = sum(sizes[:index])
-        shared = None if self.once is None else self.once.take(x, index)
-        return self.rows(x, begin, sizes[index]) if shared is None else shared.narrow(-1, begin, sizes[index])
 
 
 class _OncePerCall:
@@ -311,9 +289,11 @@ class NVFP4LinearPart(AdaptableLinear):
 
     def forward(self, x: Tensor) -> Tensor:
         """Run the linear: (..., K) -> (..., N), maybe a view of the outputs of all parts."""
-        if (self._forward_hooks or self._forward_pre_hooks) and self.stack.once is not None:
-            self.stack.once.end()  # they may have changed x
-        return self.stack.part(x, self.index)
+        once, begin, size = self.stack.once, self._rows.start, self.out_features
+        if (self._forward_hooks or self._forward_pre_hooks) and once is not None:
+            once.end()  # they may have changed x
+        shared = None if once is None else once.take(x, self.index)
+        return self.stack.rows(x, begin, size) if shared is None else shared.narrow(-1, begin, size)
 
     def extra_repr(self) -> str:
         return f"in_features={self.in_features}, out_features={self.out_features}, part {self.index} of a stack"
