@@ -26,7 +26,8 @@ from thunder_moe.nn.lora import (
     NVFP4LoRALinearPart,
     read_record,
 )
-from thunder_moe.quantization.replaceable import has_hook, has_own_forward, instance_customization
+from thunder_moe.quantization.accelerate_hooks import unhooked
+from thunder_moe.quantization.replaceable import has_own_forward, instance_customization
 from thunder_moe.selection import Names, Selection, Selector, require_matches, select
 from thunder_moe.training import GroupedMLP, NVFP4GroupedMLP, ScaledSwiGLU
 
@@ -70,7 +71,6 @@ _PEFT_NAMES = {
     "r": "rank", "lora_alpha": "alpha", "lora_dropout": "dropout", "use_rslora": "rslora", "adapter_name": "adapter",
     "target_modules": _SELECTION_HINT, "target_parameters": _SELECTION_HINT,
 }  # fmt: skip
-_SHARES = (None, "A", "B")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
@@ -295,8 +295,8 @@ def scaling_of(rank: Any, alpha: Any, rslora: bool) -> float:
 def _check_options(dropout: Any, share: Any, dtype: Any, adapter: Any) -> None:
     if not isinstance(dropout, int | float) or not 0 <= dropout < 1:
         raise ValueError(f"dropout: got {dropout!r}, wanted at least 0 and less than 1")
-    if share not in _SHARES:
-        raise ValueError(f"share: got {share!r}, wanted one of {_SHARES}")
+    if share not in (None, "A", "B"):
+        raise ValueError(f"share: got {share!r}, wanted one of (None, 'A', 'B')")
     if dtype not in DTYPES:
         raise ValueError(f"dtype: got {dtype!r}, wanted one of {DTYPES}")
     if not isinstance(adapter, str) or not adapter or "." in adapter or hasattr(nn.ParameterDict, adapter):
@@ -311,15 +311,13 @@ def _adapter_blocker(module: Any) -> str | None:
         return f"it is a {type(module).__name__}"
     if vars(module).get("_sharding") is not None:  # parallel.shards
         return "parallelize_module has cut its weight over ranks, where adapters are not supported"
-    reason = instance_customization(module)
-    if reason is None and not has_own_forward(module):
-        reason = "its forward is wrapped or replaced"
-    if reason is None and (getattr(module, "process_part", None) or (0,))[0]:
-        reason = "processes share its features: adapters are for whole linears, or whole experts of each process"
-    tensor = weight_of(module)
-    if reason is None and tensor.device.type == "meta":
-        reason = "its weight is on the meta device (offloaded, or not loaded yet)"
-    return reason
+    if (reason := instance_customization(module)) is not None:
+        return reason
+    if not has_own_forward(module):
+        return "its forward is wrapped or replaced"
+    if (getattr(module, "process_part", None) or (0,))[0]:
+        return "processes share its features: adapters are for whole linears, or whole experts of each process"
+    return "its weight is on the meta device (offloaded, or not loaded yet)" if weight_of(module).is_meta else None
 
 
 def weight_of(module: Any) -> Tensor:
@@ -442,11 +440,6 @@ def set_class(module: nn.Module, cls: type[nn.Module]) -> None:
     The module stays the same object, as in torch's `register_parametrization` and `fully_shard`: the model itself may
     be a linear, a stack knows its parts, and callers hold linears whose adapters come, merge and go.
     """
-    if not has_hook(module):
-        module.__class__ = cls
-        return
-    from thunder_moe.quantization.accelerate_hooks import unhooked
-
     with unhooked(module):
         module.__class__ = cls
 

@@ -68,9 +68,7 @@ def merge_lora_(
     require_names(linears, wanted or ())
     refuse_merged(linears)
     chosen = {
-        name: tuple(
-            adapter for adapter in (linear.lora_active if wanted is None else wanted) if adapter in linear.lora_specs
-        )
+        name: tuple(a for a in (linear.lora_active if wanted is None else wanted) if a in linear.lora_specs)
         for name, linear in linears.items()
     }
     if not any(chosen.values()):
@@ -154,10 +152,8 @@ def _merge_adapters(linear: Any, names: tuple[str, ...], where: str) -> float:
         is_part = isinstance(linear, NVFP4LinearPart)
         linear.lora_unmerged = weight.with_tensors((tensor.clone() for tensor in aliases) if is_part else aliases)
         _mark_merged(linear, names)
-        parts = 1 if isinstance(linear, LoRADense) else len(linear.weight_dtypes)
-        format = weight.format.name
-        rounded = (quantize_to(format, part.contiguous()) for part in total.chunk(parts, 1))
-        merged = PackedWeight.concatenate(*rounded)
+        parts = total.chunk(len(linear.weight_dtypes), 1)
+        merged = PackedWeight.concatenate(*(quantize_to(weight.format.name, part.contiguous()) for part in parts))
         _set_weight(linear, merged)
         total -= dequantize(merged, torch.float32)
     else:
@@ -222,7 +218,7 @@ def _prepare_to_dequantize(
     for name, linear in linears.items():
         if isinstance(linear, GroupedLinear):
             continue
-        (total, delta), dtypes = _merged_weight(linear, chosen[name]), _dtypes_of(linear)
+        (total, delta), dtypes = _merged_weight(linear, chosen[name]), linear.weight_dtypes
         parts = zip(total.chunk(len(dtypes), 1), dtypes, strict=True)
         errors[name] = _relative_error(total - torch.cat([part.to(dtype).float() for part, dtype in parts], 1), delta)
         if isinstance(linear, LoRADense):
@@ -249,14 +245,6 @@ def _set_weight(linear: Any, weight: PackedWeight) -> None:
             tensors.append(scales[:, 0].clone() if alike else scales)
         weight = whole.with_tensors(tensors)
     owner.set_weight(lay_out(weight, "auto" if owner.auto_layout else owner.layout))
-
-
-def _dtypes_of(linear: Any) -> tuple[torch.dtype, ...]:
-    """Return the dtypes of the 16-bit weights that a linear was quantized from."""
-    if isinstance(linear, NVFP4LinearPart):
-        return (linear.stack.weight_dtypes[linear.index],)
-    dtypes: tuple[torch.dtype, ...] = linear.weight_dtypes
-    return dtypes
 
 
 def _relative_error(error: Tensor, delta: Tensor) -> float:

@@ -262,6 +262,11 @@ class NVFP4LinearPart(AdaptableLinear):
         self.out_features = stack._part_features[index]
 
     @property
+    def weight_dtypes(self) -> tuple[torch.dtype]:
+        """Return the dtype of the 16-bit weight that it stands for, as `PackedModule.weight_dtypes`."""
+        return (self.stack.weight_dtypes[self.index],)
+
+    @property
     def _rows(self) -> slice:
         """Return its rows within the stacked weight."""
         sizes = self.stack._part_features

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from types import MethodType
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 import torch.distributed as dist
@@ -27,9 +27,8 @@ from thunder_moe.nn.packed import PackedModule
 
 __all__ = ["WeightSharding", "check_sharding", "shard_weight_"]
 
-Dims = tuple[
-    int | None, ...
-]  # for each dimension of a mesh: the dimension of a tensor that it shards; None: replicated
+# For each dimension of a mesh: the dimension of a tensor that it shards; None: replicated.
+Dims = tuple[int | None, ...]
 _SIZES = ("num_experts", "out_features", "in_features")
 
 
@@ -188,14 +187,14 @@ def shard_weight_(linear: nn.Module, sharding: WeightSharding, source: int | Non
         source: the rank whose weights are distributed; None: each rank shards its own, without communication.
     """
     linear.__dict__["_sharding"] = sharding
-    packed = isinstance(linear, PackedModule)
     for name, parameter in list(linear._parameters.items()):
         if parameter is None:
             continue
         dims = _sharded_dims(linear, sharding, parameter)
         if not sharding.is_stacked(dims):
-            placements = sharding.placements(dims)
-            sharded: Tensor = distribute_tensor(parameter.data, sharding.mesh, placements, src_data_rank=source)
+            sharded: Tensor = distribute_tensor(
+                parameter.data, sharding.mesh, sharding.placements(dims), src_data_rank=source
+            )
         else:
             _broadcast(parameter.data, sharding.mesh, source)
             sharded = sharding.local_shard(parameter.data, dims)
@@ -206,13 +205,13 @@ def shard_weight_(linear: nn.Module, sharding: WeightSharding, source: int | Non
         for dim, rank, ranks, stacked in sharding.shards():
             if dim != 0 or _has_experts_dim(linear):
                 linear.narrow_(dim, rank, ranks, stacked)
-    if isinstance(linear, GroupedLinear | NVFP4GroupedLinear):
+    else:  # packed linears call `local_state_dict` themselves
+        linear.register_load_state_dict_pre_hook(_load_local)
+    if _has_experts_dim(linear):
         linear._sharded = sharding.stacked == 1
     if isinstance(linear, nn.Linear):
         vars(linear)["forward"] = MethodType(_local_linear, linear)
     linear.register_state_dict_post_hook(_save_dtensors)
-    if not packed:  # packed linears call `local_state_dict` themselves
-        linear.register_load_state_dict_pre_hook(_load_local)
 
 
 def _local_linear(linear: Any, x: Tensor) -> Tensor:
@@ -227,7 +226,7 @@ def _broadcast(tensor: Tensor, mesh: DeviceMesh, source: int | None) -> None:
             dist.broadcast(bits, group=mesh.get_group(at), group_src=source)
 
 
-def _has_experts_dim(linear: nn.Module) -> bool:
+def _has_experts_dim(linear: nn.Module) -> TypeGuard[GroupedLinear | NVFP4GroupedLinear]:
     return isinstance(linear, GroupedLinear | NVFP4GroupedLinear)
 
 

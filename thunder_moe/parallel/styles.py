@@ -4,9 +4,9 @@ Called by users; calls parallel.shards for the weights and parallel.modules for 
 
 from __future__ import annotations
 
+from itertools import chain
 from typing import Any
 
-import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ParallelStyle
@@ -82,16 +82,19 @@ class ExpertParallel(ParallelStyle):
                     f"{name}: got {value!r} for a {type(module).__name__}, whose rows are sorted; wanted {plain!r}"
                 )
         mesh, features = _split_mesh(device_mesh) if both else (device_mesh, None)
-        shardings = _feature_shardings(module, device_mesh) if both else _expert_shardings(experts, device_mesh)
+        if both:
+            shardings = _feature_shardings(module, device_mesh)
+        else:
+            shardings = [(name, linear, WeightSharding(mesh, (0,))) for name, linear in _linears(experts).items()]
         for name, linear, sharding in shardings:
             check_sharding(name, linear, sharding)
-        num_experts = next(iter(_linears(experts).values())).num_experts // mesh.size()
+        num_experts = experts.down_proj.num_experts // mesh.size()
         for _, linear, sharding in shardings:
             shard_weight_(linear, sharding, self.src_data_rank)
         room = None if self.capacity is None else -(-self.capacity // self.chunks)
         make = EXCHANGES[self.exchange] if isinstance(self.exchange, str) else self.exchange
         make_parallel(module, make(mesh, num_experts, room), self.chunks, features)
-        add_buffers(module, self.load_steps, num_experts, _device(module))
+        add_buffers(module, self.load_steps, num_experts, next(chain(module.parameters(), module.buffers())).device)
         return module
 
 
@@ -122,11 +125,6 @@ class TensorParallel(ParallelStyle):
         return module
 
 
-def _expert_shardings(experts: nn.Module, mesh: DeviceMesh) -> list[tuple[str, Any, WeightSharding]]:
-    """Return the linears of experts, with shardings of their experts."""
-    return [(name, linear, WeightSharding(mesh, (0,))) for name, linear in _linears(experts).items()]
-
-
 def _feature_shardings(module: nn.Module, mesh: DeviceMesh) -> list[tuple[str, Any, WeightSharding]]:
     """Return the linears of experts and shared expert, with shardings of their features.
 
@@ -134,18 +132,13 @@ def _feature_shardings(module: nn.Module, mesh: DeviceMesh) -> list[tuple[str, A
     groups: list[Any] = [module]
     if isinstance(module, Llama4MoE):
         groups = [module.routed_experts, *([] if module.shared_expert is None else [module.shared_expert])]
-    first = (0,) * (mesh.ndim - 1)
-    return [
-        (
-            name,
-            linear,
-            WeightSharding(
-                mesh, (*first, 2 if name == "down_proj" else 1), _stacked_weights(group, name, mesh.size(mesh.ndim - 1))
-            ),
-        )
-        for group in groups
-        for name, linear in _linears(group).items()
-    ]
+    found = []
+    for group in groups:
+        for name, linear in _linears(group).items():
+            dims = *(0,) * (mesh.ndim - 1), 2 if name == "down_proj" else 1
+            stacked = _stacked_weights(group, name, mesh.size(mesh.ndim - 1))
+            found.append((name, linear, WeightSharding(mesh, dims, stacked)))
+    return found
 
 
 def _split_mesh(mesh: DeviceMesh) -> tuple[DeviceMesh, DeviceMesh]:
@@ -208,8 +201,3 @@ def _stacked_weights(group: nn.Module, name: str, ranks: int) -> int:
             f"{name}: it has out_features={columns} in pairs of {pair}, wanted a multiple of {pair * ranks}"
         )
     return 1
-
-
-def _device(module: nn.Module) -> torch.device:
-    tensors = [*module.parameters(), *module.buffers()]
-    return tensors[0].device
