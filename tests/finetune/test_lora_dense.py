@@ -62,7 +62,7 @@ def oracle(model, x):
     leaves, weights = [], {}
     for name in ("q_proj", "v_proj", "o_proj"):
         module = model.get_submodule(name)
-        weight = dequantize(*module.nvfp4_weight.to_layout("linear").tensors())[0]
+        weight = dequantize(*module.packed_weight.to_layout("linear").tensors())[0]
         if name in lora_linears(model):
             a, b = (each["default"].detach().float().requires_grad_() for each in (module.lora_A, module.lora_B))
             leaves += [a, b]

@@ -118,7 +118,7 @@ def test_stacked_weights_share_a_global_scale():
     weight = quantize(together[None])
     assert torch.equal(attention.qkv_proj.qdata, weight.qdata[0])
     assert attention.qkv_proj.global_scale.shape == ()
-    assert torch.equal(attention.v_proj.nvfp4_weight.qdata[0], weight.qdata[0, 96:])
+    assert torch.equal(attention.v_proj.packed_weight.qdata[0], weight.qdata[0, 96:])
     attention.q_proj(X)
     assert relative_error(attention.k_proj(X), X @ dequantize(*weight.tensors())[0, 64:96].T) < 1e-5
 

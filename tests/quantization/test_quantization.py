@@ -520,11 +520,11 @@ def test_to_layout_of_tied_modules_once(layout):
     model = torch.nn.ModuleList([block, GroupedLinear(2, 64, 128, dtype=torch.bfloat16)])
     model[1].weight = block.weight
     quantize_(model)
-    expected = model[0].nvfp4_weight.to_layout(layout).qdata
+    expected = model[0].packed_weight.to_layout(layout).qdata
     to_layout_(model, layout)
     for module in model:
         assert module.layout == layout
-        assert torch.equal(module.nvfp4_weight.qdata, expected)
+        assert torch.equal(module.packed_weight.qdata, expected)
         assert module.qdata is model[0].qdata
 
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from thunder_moe.formats.checks import require_module
 from thunder_moe.nn import GroupedLinear, NVFP4GroupedLinear, NVFP4GroupedSwiGLU
-from thunder_moe.nn.linear import NVFP4Linear, NVFP4LinearPart, NVFP4LinearStack
+from thunder_moe.nn.linear import NVFP4Linear, NVFP4LinearPart, is_packed_dense
 from thunder_moe.nn.lora import (
     LoRAGroupedLinear,
     LoRALinear,
@@ -39,7 +39,6 @@ __all__ = [
     "add_lora_",
     "freeze_others_",
     "is_adaptable",
-    "is_dense",
     "lora_linears",
     "lora_parameters",
     "refuse_merged",
@@ -143,7 +142,7 @@ def add_lora_(
     for name, module in model.named_modules():
         if not is_adaptable(module):
             continue
-        if is_dense(module) and not (dense(module, name) if callable(dense) else dense):
+        if is_packed_dense(module) and not (dense(module, name) if callable(dense) else dense):
             continue
         if takes.declined(module, name) is not None:
             continue
@@ -229,13 +228,7 @@ def use_lora_(model: Model, adapters: str | Sequence[str] | None) -> Model:
 
 def is_adaptable(module: nn.Module) -> bool:
     """True for a linear that can have adapters by its class."""
-    return isinstance(module, GroupedLinear | NVFP4GroupedLinear) or is_dense(module)
-
-
-def is_dense(module: nn.Module) -> bool:
-    """True for a 4-bit dense layer, or a part of a stack of them."""
-    whole = isinstance(module, NVFP4Linear) and not isinstance(module, NVFP4LinearStack)
-    return whole or isinstance(module, NVFP4LinearPart)
+    return isinstance(module, GroupedLinear | NVFP4GroupedLinear) or is_packed_dense(module)
 
 
 def lora_linears(model: nn.Module) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from thunder_moe.formats.block_format import NVFP4
 from thunder_moe.formats.layouts import LINEAR, block_shapes
-from thunder_moe.formats.weight import NVFP4Weight, PackedWeight
+from thunder_moe.formats.weight import PackedWeight
 from thunder_moe.kernels.select import chosen_backend, lay_out, quantize
 from thunder_moe.nn.adaptable import AdaptableLinear
 from thunder_moe.nn.packed import PackedModule
@@ -26,7 +26,7 @@ from thunder_moe.ops.operator import operator_for
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-__all__ = ["NVFP4Linear", "NVFP4LinearPart", "NVFP4LinearStack", "stacked_bias"]
+__all__ = ["NVFP4Linear", "NVFP4LinearPart", "NVFP4LinearStack", "is_packed_dense", "stacked_bias"]
 
 
 class NVFP4Linear(PackedModule):
@@ -135,6 +135,12 @@ class NVFP4Linear(PackedModule):
                 linear.bias = bias
             linears.append(linear.train(self.training))
         return linears
+
+
+def is_packed_dense(module: nn.Module) -> bool:
+    """True for a dense layer with a packed weight of its own, or for a part of a stack of them."""
+    whole = isinstance(module, NVFP4Linear) and not isinstance(module, NVFP4LinearStack)
+    return whole or isinstance(module, NVFP4LinearPart)
 
 
 def stacked_bias(biases: Sequence[nn.Parameter]) -> nn.Parameter | None:
@@ -277,15 +283,6 @@ class NVFP4LinearPart(AdaptableLinear):
     def packed_weight(self) -> PackedWeight:
         """Return its weight (1, N, K) in layout "linear", a view of the stack's where that has this layout."""
         return self.stack.packed_weight.to_layout(LINEAR).rows(self._rows)
-
-    @property
-    def nvfp4_weight(self) -> NVFP4Weight:
-        """Return its weight, if the stack is in NVFP4.
-
-        Raises:
-            ValueError: it is in another number format.
-        """
-        return self.stack.nvfp4_weight.to_layout(LINEAR).rows(self._rows)
 
     @property
     def bias(self) -> Tensor | None:

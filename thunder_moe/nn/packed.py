@@ -21,7 +21,7 @@ from thunder_moe.formats.checks import require
 from thunder_moe.formats.layouts import LINEAR, layout_of_blocks, module_layouts
 from thunder_moe.formats.nvfp4 import WEIGHT_DTYPES
 from thunder_moe.formats.registry import dequantize
-from thunder_moe.formats.weight import WEIGHTS, NVFP4Weight, PackedWeight
+from thunder_moe.formats.weight import WEIGHTS, PackedWeight
 from thunder_moe.kernels.select import lay_out, resolve_layout
 from thunder_moe.kernels.slow_paths import warn_once
 from thunder_moe.nn.adaptable import AdaptableLinear
@@ -151,21 +151,6 @@ class PackedModule(AdaptableLinear):
         """Return the layout of the weights, by the shapes of the buffers."""
         qdata, scale = self._grouped(self.qdata, self.scale)
         return layout_of_blocks(qdata, scale, self.format)
-
-    @property
-    def nvfp4_weight(self) -> NVFP4Weight:
-        """Return the weight (E, N, K), which shares the buffers' memory.
-
-        Raises:
-            ValueError: it is in another number format; `packed_weight` has those, too.
-        """
-        weight = self.packed_weight
-        if not isinstance(weight, NVFP4Weight):
-            raise ValueError(
-                f"{self._get_name()}: got a weight in {self.format_name}, wanted nvfp4, which alone is read here;"
-                " dequantize_ the module, or quantize it to nvfp4"
-            )
-        return weight
 
     @property
     def packed_weight(self) -> PackedWeight:

@@ -31,7 +31,7 @@ from thunder_moe.formats.nvfp4 import WEIGHT_DTYPES
 from thunder_moe.formats.weight import PackedWeight
 from thunder_moe.kernels.dense import SlowerFrom, slower_from, why_slower
 from thunder_moe.kernels.select import lay_out, preferred_layout
-from thunder_moe.nn.linear import NVFP4Linear, NVFP4LinearPart, NVFP4LinearStack, stacked_bias
+from thunder_moe.nn.linear import NVFP4Linear, NVFP4LinearPart, NVFP4LinearStack, is_packed_dense, stacked_bias
 from thunder_moe.quantization.accelerate_hooks import copy_hook
 from thunder_moe.quantization.families import ExpertFamily, Quantization, weight_key
 from thunder_moe.quantization.replaceable import customization, has_own_forward
@@ -180,9 +180,7 @@ class DenseLinears(ExpertFamily):
         return self._formats[module]
 
     def match_quantized(self, module: nn.Module) -> bool:
-        return isinstance(module, NVFP4LinearPart) or (
-            isinstance(module, NVFP4Linear) and not isinstance(module, NVFP4LinearStack)
-        )
+        return is_packed_dense(module)
 
     def packed_together(self, module: nn.Module) -> list[nn.Module]:
         """Return the linears that are packed with this one, as one weight or with one global scale, and this one."""
