@@ -71,9 +71,7 @@ def prepare_qat_(
     ``with parametrize.cached():`` is around the step.
 
     Args:
-        model: as in `quantize_`.
-        filter: as in `quantize_`.
-        ignore: as in `quantize_`.
+        model, filter, ignore: as in `quantize_`.
         scale_search: as in the later `quantize_`.
         format: as in the later `quantize_`, "nvfp4" or "mxfp8", for all weights.
 

@@ -66,8 +66,7 @@ def choose_modules(
         required: True if it is an error that nothing is chosen, or that a pattern fits nothing.
 
     Raises:
-        ValueError: as `quantize_`.
-        TypeError: as `quantize_`.
+        ValueError, TypeError: as `quantize_`.
     """
     require_module(model)
     names = Names.of_model(model)
@@ -93,7 +92,9 @@ def choose_modules(
     run = Quantization(pack, layout, packs=WeakKeyDictionary(formats))
     for family in families:
         family.prepare((module for module, target in chosen.items() if target.family is family), run)
-    _check_layout(layout, chosen, run)
+    for module, (name, family, number_format) in chosen.items():
+        for n, k in family.sizes(module, run) if layout != "auto" else ():  # "auto" fits every size
+            require_fit(layout, name, n, k, BLOCK_FORMATS[number_format])
     choose_again = partial(
         choose_modules, model, format, filter=filter, ignore=ignore, linears=linears, scale_search=scale_search,
         layout=layout,
@@ -287,13 +288,6 @@ def non_finite_problem(weight: Tensor, *, all_experts: bool = True) -> str | Non
     bad = [expert for expert, own in enumerate(weight) if not bool(own.isfinite().all())] if weight.ndim == 3 else []
     experts = f" of experts {bad[:8]}" if all_experts and len(weight) > 1 and bad else ""
     return f"has NaN or Inf in a weight{experts}, wanted finite values"
-
-
-def _check_layout(layout: str, chosen: Targets, run: Quantization) -> None:
-    for module, (name, family, format) in chosen.items():
-        for n, k in family.sizes(module, run):
-            if layout != "auto":  # "auto" fits every size
-                require_fit(layout, name, n, k, BLOCK_FORMATS[format])
 
 
 def require_layout(layout: str) -> None:
