@@ -236,12 +236,11 @@ def lora_linears(model: nn.Module) -> dict[str, Any]:
     return {name: module for name, module in model.named_modules() if isinstance(module, LoRALinear)}
 
 
-def lora_parameters(model: nn.Module, adapter: str | None = None) -> Iterator[nn.Parameter]:
-    """Yield the parameters of an adapter; of all adapters if `adapter` is None."""
+def lora_parameters(model: nn.Module) -> Iterator[nn.Parameter]:
+    """Yield the parameters of all adapters."""
     for linear in lora_linears(model).values():
         for name in linear.lora_specs:
-            if adapter in (None, name):
-                yield from (linear.lora_A[name], linear.lora_B[name])
+            yield from (linear.lora_A[name], linear.lora_B[name])
 
 
 @torch.no_grad()

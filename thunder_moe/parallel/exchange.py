@@ -334,10 +334,8 @@ def wait(tensor: Any) -> Tensor:
     """Wait for a collective, and return its plain tensor. A result with a gradient waits at its first use instead."""
     if isinstance(tensor, _RunningCollective):
         return tensor.wait()
-    if isinstance(tensor, collectives.AsyncCollectiveTensor) and not tensor.requires_grad:
-        waited: Tensor = tensor.wait()
-        return waited
-    plain: Tensor = tensor
+    runs = isinstance(tensor, collectives.AsyncCollectiveTensor) and not tensor.requires_grad
+    plain: Tensor = tensor.wait() if runs else tensor
     return plain
 
 

@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from thunder_moe.nn import Llama4MoE, NVFP4GroupedSwiGLU
+from thunder_moe.nn.grouped_linear import require_at_least
 from thunder_moe.parallel.exchange import EXCHANGES, Exchange
 from thunder_moe.parallel.load import add_buffers
 from thunder_moe.parallel.modules import PARALLEL, make_parallel
@@ -63,13 +64,12 @@ class ExpertParallel(ParallelStyle):
         load_steps: int = 16,
     ) -> None:
         super().__init__()
-        known = issubclass(exchange, Exchange) if isinstance(exchange, type) else exchange in tuple(EXCHANGES)
-        if not known:
+        if not (issubclass(exchange, Exchange) if isinstance(exchange, type) else exchange in tuple(EXCHANGES)):
             raise ValueError(f"exchange: got {exchange!r}, wanted one of {tuple(EXCHANGES)} or a subclass of Exchange")
-        for name, value, least in (("capacity", capacity, 1), ("chunks", chunks, 1), ("load_steps", load_steps, 0)):
-            exact = name == "capacity" and value is None
-            if not exact and (not isinstance(value, int) or isinstance(value, bool) or value < least):
-                raise ValueError(f"{name}: got {value!r}, wanted an integer of at least {least}")
+        if capacity is not None:
+            require_at_least(1, "capacity", capacity)
+        require_at_least(1, "chunks", chunks)
+        require_at_least(0, "load_steps", load_steps)
         self.exchange, self.capacity, self.chunks, self.load_steps = exchange, capacity, chunks, load_steps
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
@@ -81,8 +81,13 @@ class ExpertParallel(ParallelStyle):
                 raise ValueError(
                     f"{name}: got {value!r} for a {type(module).__name__}, whose rows are sorted; wanted {plain!r}"
                 )
-        mesh, features = _split_mesh(device_mesh) if both else (device_mesh, None)
+        mesh, features = device_mesh, None
         if both:
+            if device_mesh.mesh_dim_names is None:
+                raise ValueError(
+                    "device_mesh: got two dimensions without names, wanted mesh_dim_names=, such as ('ep', 'tp')"
+                )
+            mesh, features = (device_mesh[name] for name in device_mesh.mesh_dim_names)
             shardings = _feature_shardings(module, device_mesh)
         else:
             shardings = [(name, linear, WeightSharding(mesh, (0,))) for name, linear in _linears(experts).items()]
@@ -139,18 +144,6 @@ def _feature_shardings(module: nn.Module, mesh: DeviceMesh) -> list[tuple[str, A
             stacked = _stacked_weights(group, name, mesh.size(mesh.ndim - 1))
             found.append((name, linear, WeightSharding(mesh, dims, stacked)))
     return found
-
-
-def _split_mesh(mesh: DeviceMesh) -> tuple[DeviceMesh, DeviceMesh]:
-    """Return the two one-dimensional meshes of a mesh.
-
-    Raises:
-        ValueError: they have no names.
-    """
-    if mesh.mesh_dim_names is None:
-        raise ValueError("device_mesh: got two dimensions without names, wanted mesh_dim_names=, such as ('ep', 'tp')")
-    first, second = mesh.mesh_dim_names
-    return mesh[first], mesh[second]
 
 
 def _check_module(module: nn.Module, style: str, mesh: DeviceMesh, max_dims: int) -> None:
