@@ -145,6 +145,7 @@ REFUSED = {
     "blocks": (4, programs.narrow_blocks, TensorParallel(), "in_features=64 .*, wanted a multiple of 128"),
     "tiles": (4, programs.narrow_tiles, TensorParallel(), "layout 'tiled_64x64', wanted a multiple of 512"),
     "twice": (2, programs.parallel_already, ExpertParallel(), "module: got a GroupedSwiGLU that is parallel already"),
+    "own forward": (2, programs.own_forward, TensorParallel(), "GroupedSwiGLU that .* has another forward"),
     "bias": (2, programs.biased, TensorParallel(), "down_proj: got a bias"),
     "main_grad": (2, programs.main_grad, ExpertParallel(), "accumulate_into_main_grad=True"),
     "pairs": (4, programs.pairs, TensorParallel(), "in pairs of 64"),
