@@ -277,7 +277,7 @@ class NVFP4LinearPart(AdaptableLinear):
         """Return its rows within the stacked weight."""
         sizes = self.stack._part_features
         assert sizes is not None
-        return slice(sum(sizes[: self.index]), sum(sizes[: self.index + 1]))
+        return slice(begin := sum(sizes[: self.index]), begin + self.out_features)
 
     @property
     def packed_weight(self) -> PackedWeight:
