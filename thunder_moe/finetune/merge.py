@@ -144,29 +144,26 @@ def _merge_adapters(linear: Any, names: tuple[str, ...], where: str) -> float:
     total, delta = _merged_weight(linear, names)
     if not total.isfinite().all():
         raise _not_finite_error(where, names)
-    if not isinstance(linear, GroupedLinear):
-        weight = linear.packed_weight.to_layout(LINEAR)
+    packed = None if isinstance(linear, GroupedLinear) else linear.packed_weight.to_layout(LINEAR)
+    if packed is None:
+        before = linear.weight.detach().clone()
+    else:
         # Detached aliases keep the old bytes, because `set_weight` gives the module's tensors other memory. The tensors
         # of a part are views of its stack's memory, and copied.
-        aliases = (tensor.detach() for tensor in weight.tensors())
+        aliases = (tensor.detach() for tensor in packed.tensors())
         is_part = isinstance(linear, NVFP4LinearPart)
-        linear.lora_unmerged = weight.with_tensors((tensor.clone() for tensor in aliases) if is_part else aliases)
-        _mark_merged(linear, names)
+        before = packed.with_tensors((tensor.clone() for tensor in aliases) if is_part else aliases)
+    # They are merged before the weight changes, so that `_unmerge` undoes an interrupted merge.
+    linear.lora_unmerged, linear.lora_merged, linear.lora_active = before, names, ()
+    if packed is None:
+        _set_weight(linear, total)
+        total -= linear.weight.float()
+    else:
         parts = total.chunk(len(linear.weight_dtypes), 1)
-        merged = PackedWeight.concatenate(*(quantize_to(weight.format.name, part.contiguous()) for part in parts))
+        merged = PackedWeight.concatenate(*(quantize_to(packed.format.name, part.contiguous()) for part in parts))
         _set_weight(linear, merged)
         total -= dequantize(merged, torch.float32)
-    else:
-        linear.lora_unmerged = linear.weight.detach().clone()
-        _mark_merged(linear, names)
-        linear.weight.copy_(total)
-        total -= linear.weight.float()
     return _relative_error(total, delta)
-
-
-def _mark_merged(linear: Any, names: tuple[str, ...]) -> None:
-    """Mark adapters as merged before the weight changes, so that `_unmerge` undoes an interrupted merge."""
-    linear.lora_merged, linear.lora_active = names, ()
 
 
 def _not_finite_error(where: str, names: tuple[str, ...]) -> ValueError:
@@ -176,11 +173,7 @@ def _not_finite_error(where: str, names: tuple[str, ...]) -> ValueError:
 
 
 def _unmerge(linear: Any) -> None:
-    before = linear.lora_unmerged
-    if not isinstance(linear, GroupedLinear):
-        _set_weight(linear, before)
-    else:
-        linear.weight.copy_(before)
+    _set_weight(linear, linear.lora_unmerged)
     linear.lora_active, linear.lora_merged, linear.lora_unmerged = linear.lora_merged, (), None
 
 
@@ -229,8 +222,11 @@ def _prepare_to_dequantize(
     return dense
 
 
-def _set_weight(linear: Any, weight: PackedWeight) -> None:
-    """Set the weight of a quantized linear from one in layout "linear"; for a part, its rows of the stack's weight."""
+def _set_weight(linear: Any, weight: Any) -> None:
+    """Set the weight of a linear, if it is packed from one in layout "linear"; for a part, its rows of the stack's."""
+    if isinstance(linear, GroupedLinear):
+        linear.weight.copy_(weight)
+        return
     owner = linear.stack if isinstance(linear, NVFP4LinearPart) else linear
     weight = weight.to(owner.qdata.device)
     if owner is not linear:

@@ -38,7 +38,7 @@ class NVFP4Linear(PackedModule):
     Args:
         weight: (1, N, K).
         bias: (N,) or None.
-        **options: weight_dtype, weight_requires_grad, auto_layout and part_features of `PackedModule`.
+        weight_dtype, weight_requires_grad, auto_layout, part_features: as in `PackedModule`.
 
     Attributes:
         qdata: uint8 (N, K // 2), or blocks of it; scale: float8_e4m3fn (N, K // 16), or blocks; global_scale: float32
@@ -51,11 +51,6 @@ class NVFP4Linear(PackedModule):
     """
 
     _of_experts = False
-
-    def __init__(self, weight: PackedWeight, bias: Tensor | None = None, **options: Any) -> None:
-        if weight.shape[0] != 1:
-            raise ValueError(f"weight: got shape {weight.shape}, wanted (1, out_features, in_features)")
-        super().__init__(weight, bias, **options)
 
     @classmethod
     @torch.no_grad()

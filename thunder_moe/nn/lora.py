@@ -307,16 +307,16 @@ class LoRADense(LoRALinear):
 
     num_experts = 1
 
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the result of the linear plus the result of the active adapters."""
+        return self.plus_lora(super().forward(x), x)
+
     def _low_rank(self, x: Tensor, a: Tensor, b: Tensor, offsets: Tensor | None) -> Tensor:
         return F.linear(F.linear(x, a[0]), b[0])
 
 
 class NVFP4LoRALinear(LoRADense, NVFP4Linear):
     """`NVFP4Linear` with adapters, as `thunder_moe.add_lora_` makes it."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Return the result of `NVFP4Linear.forward` plus the result of the active adapters."""
-        return self.plus_lora(NVFP4Linear.forward(self, x), x)
 
 
 class NVFP4LoRALinearPart(LoRADense, NVFP4LinearPart):
@@ -329,7 +329,3 @@ class NVFP4LoRALinearPart(LoRADense, NVFP4LinearPart):
         super()._load_from_state_dict(*args)
         if len(error_msgs) > known:
             self.stack._refused_in = error_msgs
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Return the result of `NVFP4LinearPart.forward` plus the result of the active adapters."""
-        return self.plus_lora(NVFP4LinearPart.forward(self, x), x)

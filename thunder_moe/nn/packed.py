@@ -90,6 +90,8 @@ class PackedModule(AdaptableLinear):
         part_features: Sequence[int] | None = None,
     ) -> None:
         super().__init__()
+        if not self._of_experts and weight.shape[0] != 1:
+            raise ValueError(f"weight: got shape {weight.shape}, wanted (1, out_features, in_features)")
         self.num_experts, self.out_features, self.in_features = weight.shape
         dtypes, grads = weight_dtype, weight_requires_grad
         self.weight_dtypes = (dtypes,) if isinstance(dtypes, torch.dtype) else tuple(dtypes)
