@@ -12,8 +12,8 @@ Legend: T tokens, A = top_k, M rows sorted by expert, E experts, H hidden_size.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from itertools import chain
-from types import MethodType
 from typing import Any
 
 import torch
@@ -58,7 +58,8 @@ def make_parallel(module: nn.Module, exchange: Exchange | None, chunks: int, mes
     """
     made: Any = module
     made.exchange, made.chunks, made.mesh = exchange, chunks, mesh
-    made.forward = MethodType(_layer_forward if isinstance(module, Llama4MoE) else _rows_forward, module)
+    # A bound method of another function cannot be pickled.
+    made.forward = partial(_layer_forward if isinstance(module, Llama4MoE) else _rows_forward, module)
 
 
 def _rows_forward(experts: Any, x: Tensor, offsets: Tensor, scales: Tensor | None = None, **buffers: Any) -> Tensor:

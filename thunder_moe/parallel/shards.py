@@ -8,7 +8,7 @@ Legend: R ranks. Dim 0 counts experts, 1 out_features, 2 in_features; dense laye
 from __future__ import annotations
 
 from dataclasses import dataclass
-from types import MethodType
+from functools import partial
 from typing import Any, TypeGuard
 
 import torch
@@ -210,7 +210,7 @@ def shard_weight_(linear: nn.Module, sharding: WeightSharding, source: int | Non
     if _has_experts_dim(linear):
         linear._sharded = sharding.stacked == 1
     if isinstance(linear, nn.Linear):
-        vars(linear)["forward"] = MethodType(_local_linear, linear)
+        vars(linear)["forward"] = partial(_local_linear, linear)
     linear.register_state_dict_post_hook(_save_dtensors)
 
 
