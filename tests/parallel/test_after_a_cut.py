@@ -55,11 +55,11 @@ def test_offsets_as_one_process_has_them(mesh, ends, message):
         experts(torch.randn(4, 32), torch.tensor(ends, dtype=torch.int32))
 
 
-def test_quantize_names_the_cut(mesh, caplog):
-    moe = Llama4MoE(Llama4MoEConfig(32, 32, 4))
-    parallelize_module(moe, mesh, ExpertParallel())
+@pytest.mark.parametrize("block", [Llama4MoE(Llama4MoEConfig(32, 32, 4)), GroupedSwiGLU(4, 32, 32)])
+def test_quantize_names_the_cut(mesh, block, caplog):
+    parallelize_module(block, mesh, ExpertParallel())
     with caplog.at_level("WARNING"), pytest.raises(ValueError, match="is cut over ranks"):
-        quantize_(torch.nn.Sequential(moe))
+        quantize_(torch.nn.Sequential(block))
 
 
 @pytest.mark.parametrize("quantized", [False, True])

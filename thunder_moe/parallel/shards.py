@@ -141,7 +141,7 @@ def check_sharding(name: str, linear: nn.Module, sharding: WeightSharding) -> No
             options of training or a bias, which sharded linears do not support.
         TypeError: it is a module of another class.
     """
-    if not isinstance(linear, GroupedLinear | NVFP4GroupedLinear | nn.Linear) and not isinstance(linear, PackedModule):
+    if not isinstance(linear, GroupedLinear | PackedModule | nn.Linear):
         raise TypeError(f"{name}: got a {type(linear).__name__}, wanted a linear of this package or torch's")
     bias = linear._parameters.get("bias")
     if weight_sharding_of(linear) is not None or any(

@@ -106,7 +106,7 @@ def instance_customization(module: nn.Module) -> str | None:
     `has_own_forward` checks the forward."""
     if parametrize.is_parametrized(module):
         return f"its {_listed(module.parametrizations)} is parametrized"
-    if vars(module).get("_sharding") is not None:  # parallel.shards
+    if any(vars(part).get("_sharding") is not None for part in module.modules()):  # parallel.shards
         return "its weight is cut over ranks: call it before parallelize_module"
     hooks = {text: None for name, text in _HOOKS.items() if getattr(module, name, None)}
     if hooks:
