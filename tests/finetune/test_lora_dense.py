@@ -62,7 +62,7 @@ def oracle(model, x):
     leaves, weights = [], {}
     for name in ("q_proj", "v_proj", "o_proj"):
         module = model.get_submodule(name)
-        weight = dequantize(*module.nvfp4_weight.to_layout("linear").tensors())[0]
+        weight = dequantize(*module.packed_weight.to_layout("linear").tensors())[0]
         if name in lora_linears(model):
             a, b = (each["default"].detach().float().requires_grad_() for each in (module.lora_A, module.lora_B))
             leaves += [a, b]
@@ -237,6 +237,6 @@ def test_layers_with_adapters_stay_4_bit():
     """Without `merge_lora_` the adapters would be lost."""
     model, x = adapted()
     expected = model(x)
-    with pytest.raises(ValueError, match="q_proj .*it is a NVFP4LoRALinearPart"):
+    with pytest.raises(ValueError, match="q_proj .*it has LoRA adapters: merge_lora_"):
         dequantize_(model)
     assert torch.equal(model(x), expected)

@@ -344,14 +344,14 @@ def test_training_through_thunder():
 def test_moving_a_quantized_model():
     linear = torch.nn.Sequential(GroupedLinear(4, 64, 96, dtype=BF16))
     quantize_(linear).cuda()
-    weight: NVFP4Weight = linear[0].nvfp4_weight
+    weight: NVFP4Weight = linear[0].packed_weight
     assert weight.device.type == "cuda"
     assert weight.qdata.dtype == torch.uint8
     moe = quantize_(torch.nn.Sequential(Llama4MoE(CONFIG, dtype=BF16)))
     x, state = torch.randn(2, 8, 256, dtype=BF16), moe.state_dict()
     with use_backend("cpu"):
         expected = moe(x)
-    linears = [module for module in moe.modules() if hasattr(module, "nvfp4_weight")]
+    linears = [module for module in moe.modules() if hasattr(module, "packed_weight")]
     moe.cuda()
     for linear in linears:
         assert linear.layout == preferred_layout(linear.qdata.device, linear.out_features, linear.in_features)

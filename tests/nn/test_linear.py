@@ -36,7 +36,7 @@ def make(n=64, k=128, *, bias=True, dtype=torch.float32, layout="linear"):
 
 
 def exact(module):
-    return dequantize(*module.nvfp4_weight.to_layout("linear").tensors())[0]
+    return dequantize(*module.packed_weight.to_layout("linear").tensors())[0]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

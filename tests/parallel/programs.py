@@ -33,7 +33,6 @@ from thunder_moe import (
 )
 from thunder_moe.parallel import Exchange, ExpertParallel, Sent, TensorParallel, expert_load
 from thunder_moe.parallel.exchange import AllGather, SymmetricMemory
-from thunder_moe.parallel.modules import EXPERT_PARALLEL
 
 H, FEATURES, E, A = 64, 128, 8, 3
 # Tokens of each of four ranks; two ranks have the first two.
@@ -579,8 +578,12 @@ def narrow_tiles():
 
 
 def parallel_already():
+    return parallelize_module(GroupedSwiGLU(E, H, FEATURES), meshes().two, ExpertParallel(), src_data_rank=None)
+
+
+def own_forward():
     module = GroupedSwiGLU(E, H, FEATURES)
-    module.__class__ = EXPERT_PARALLEL[GroupedSwiGLU]
+    module.forward = lambda x, offsets: x
     return module
 
 

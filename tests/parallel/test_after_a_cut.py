@@ -2,6 +2,9 @@
 Called by pytest; torch's fake process group stands for the other rank, since nothing may be sent.
 """
 
+import copy
+import io
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -52,11 +55,25 @@ def test_offsets_as_one_process_has_them(mesh, ends, message):
         experts(torch.randn(4, 32), torch.tensor(ends, dtype=torch.int32))
 
 
-def test_quantize_names_the_cut(mesh, caplog):
-    moe = Llama4MoE(Llama4MoEConfig(32, 32, 4))
-    parallelize_module(moe, mesh, ExpertParallel())
+@pytest.mark.parametrize("block", [Llama4MoE(Llama4MoEConfig(32, 32, 4)), GroupedSwiGLU(4, 32, 32)])
+def test_quantize_names_the_cut(mesh, block, caplog):
+    parallelize_module(block, mesh, ExpertParallel())
     with caplog.at_level("WARNING"), pytest.raises(ValueError, match="is cut over ranks"):
-        quantize_(torch.nn.Sequential(moe))
+        quantize_(torch.nn.Sequential(block))
+
+
+@pytest.mark.parametrize("quantized", [False, True])
+def test_copies_and_pickles(mesh, quantized):
+    moe = Llama4MoE(Llama4MoEConfig(32, 32, 4))
+    moe = parallelize_module(quantize_(moe) if quantized else moe, mesh, TensorParallel())
+    torch.save(moe, file := io.BytesIO())
+    file.seek(0)
+    x, others = torch.randn(1, 3, 32), (copy.deepcopy(moe), torch.load(file, weights_only=False))
+    expected = moe(x)
+    for other in others:
+        assert torch.equal(other(x), expected)
+        torch.nn.init.zeros_(other.router.weight)
+        assert not torch.equal(other(x), expected)  # it runs on its own parameters
 
 
 @pytest.mark.parametrize("style", [ExpertParallel(), TensorParallel()], ids=["expert", "tensor"])

@@ -118,7 +118,7 @@ def test_stacked_weights_share_a_global_scale():
     weight = quantize(together[None])
     assert torch.equal(attention.qkv_proj.qdata, weight.qdata[0])
     assert attention.qkv_proj.global_scale.shape == ()
-    assert torch.equal(attention.v_proj.nvfp4_weight.qdata[0], weight.qdata[0, 96:])
+    assert torch.equal(attention.v_proj.packed_weight.qdata[0], weight.qdata[0, 96:])
     attention.q_proj(X)
     assert relative_error(attention.k_proj(X), X @ dequantize(*weight.tensors())[0, 64:96].T) < 1e-5
 
@@ -249,8 +249,8 @@ CHANGES = {
     "subclass": (own_class, "it is a Loud, not a Linear itself"),
     "hook": (hook, "it has forward hooks"),
     "own forward": (own_forward, "its forward is wrapped or replaced"),
-    "weight norm": (norm, "it is a ParametrizedLinear"),
-    "parameter": (extra, "it has the tensors or children extra more or less"),
+    "weight norm": (norm, "its weight is parametrized"),
+    "parameter": (extra, "it has the parameter extra more or less than a Linear"),
 }
 
 

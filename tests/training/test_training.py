@@ -153,17 +153,6 @@ def test_one_group_is_linear():
     assert relative_error(grouped.bias.grad[0], linear.bias.grad) < 1e-6
 
 
-def test_permuted_experts_give_permuted_rows():
-    linear = GroupedLinear(3, 8, 5, bias=True)
-    x, sizes, order = torch.randn(9, 8), [2, 4, 3], [2, 0, 1]
-    other = GroupedLinear(3, 8, 5, bias=True)
-    other.load_state_dict({name: tensor[order] for name, tensor in linear.state_dict().items()})
-    parts = x.split(sizes)
-    out = linear(x, offsets_from_splits(sizes)).split(sizes)
-    permuted = other(torch.cat([parts[e] for e in order]), offsets_from_splits([sizes[e] for e in order]))
-    assert torch.equal(permuted, torch.cat([out[e] for e in order]))
-
-
 @pytest.mark.parametrize("frozen", list(itertools.product([False, True], repeat=4)))
 def test_frozen_parts(frozen):
     ends, linear = offsets_from_splits([5, 0, 3]), GroupedLinear(3, 8, 6, bias=True)
@@ -632,27 +621,6 @@ def test_grouped_mlp_with_hooks_calls_its_parts():
     mlp.activation.register_forward_hook(lambda *args: seen.append("activation"))
     assert relative_error(mlp(x, ends), exact) < 1e-6
     assert seen == ["activation", "down"]
-
-
-def test_grouped_mlp_trains_as_the_loop():
-    mlp, ends = GroupedMLP(3, 8, 6, bias=True), offsets_from_splits([6, 0, 10])
-    x, target, scales = torch.randn(16, 8), torch.randn(16, 8), torch.rand(16)
-    twins = copies(
-        *(getattr(mlp, p).get_parameter(n) for n in ("weight", "bias") for p in ("gate_up_proj", "down_proj"))
-    )
-    ours, theirs = torch.optim.SGD(mlp.parameters(), lr=0.05), torch.optim.SGD(twins, lr=0.05)
-    for _ in range(20):
-        losses = []
-        for optimizer, forward in (
-            (ours, lambda: mlp(x, ends, scales)),
-            (theirs, lambda: oracle.trained_mlp(x, ends, *twins, scales=scales)),
-        ):
-            loss = (forward() - target).pow(2).mean()
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-            losses.append(loss.item())
-        assert losses[0] == pytest.approx(losses[1], rel=1e-4)
 
 
 # ---- state dicts, copies, wrappers of the backward

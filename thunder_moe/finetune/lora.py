@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from thunder_moe.formats.checks import require_module
 from thunder_moe.nn import GroupedLinear, NVFP4GroupedLinear, NVFP4GroupedSwiGLU
-from thunder_moe.nn.linear import NVFP4Linear, NVFP4LinearPart, NVFP4LinearStack
+from thunder_moe.nn.linear import NVFP4Linear, NVFP4LinearPart, is_packed_dense
 from thunder_moe.nn.lora import (
     LoRAGroupedLinear,
     LoRALinear,
@@ -26,7 +26,8 @@ from thunder_moe.nn.lora import (
     NVFP4LoRALinearPart,
     read_record,
 )
-from thunder_moe.quantization.replaceable import has_hook, has_own_forward, instance_customization
+from thunder_moe.quantization.accelerate_hooks import unhooked
+from thunder_moe.quantization.replaceable import has_own_forward, instance_customization
 from thunder_moe.selection import Names, Selection, Selector, require_matches, select
 from thunder_moe.training import GroupedMLP, NVFP4GroupedMLP, ScaledSwiGLU
 
@@ -38,7 +39,6 @@ __all__ = [
     "add_lora_",
     "freeze_others_",
     "is_adaptable",
-    "is_dense",
     "lora_linears",
     "lora_parameters",
     "refuse_merged",
@@ -70,7 +70,6 @@ _PEFT_NAMES = {
     "r": "rank", "lora_alpha": "alpha", "lora_dropout": "dropout", "use_rslora": "rslora", "adapter_name": "adapter",
     "target_modules": _SELECTION_HINT, "target_parameters": _SELECTION_HINT,
 }  # fmt: skip
-_SHARES = (None, "A", "B")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
@@ -143,7 +142,7 @@ def add_lora_(
     for name, module in model.named_modules():
         if not is_adaptable(module):
             continue
-        if is_dense(module) and not (dense(module, name) if callable(dense) else dense):
+        if is_packed_dense(module) and not (dense(module, name) if callable(dense) else dense):
             continue
         if takes.declined(module, name) is not None:
             continue
@@ -229,13 +228,7 @@ def use_lora_(model: Model, adapters: str | Sequence[str] | None) -> Model:
 
 def is_adaptable(module: nn.Module) -> bool:
     """True for a linear that can have adapters by its class."""
-    return isinstance(module, GroupedLinear | NVFP4GroupedLinear) or is_dense(module)
-
-
-def is_dense(module: nn.Module) -> bool:
-    """True for a 4-bit dense layer, or a part of a stack of them."""
-    whole = isinstance(module, NVFP4Linear) and not isinstance(module, NVFP4LinearStack)
-    return whole or isinstance(module, NVFP4LinearPart)
+    return isinstance(module, GroupedLinear | NVFP4GroupedLinear) or is_packed_dense(module)
 
 
 def lora_linears(model: nn.Module) -> dict[str, Any]:
@@ -243,12 +236,11 @@ def lora_linears(model: nn.Module) -> dict[str, Any]:
     return {name: module for name, module in model.named_modules() if isinstance(module, LoRALinear)}
 
 
-def lora_parameters(model: nn.Module, adapter: str | None = None) -> Iterator[nn.Parameter]:
-    """Yield the parameters of an adapter; of all adapters if `adapter` is None."""
+def lora_parameters(model: nn.Module) -> Iterator[nn.Parameter]:
+    """Yield the parameters of all adapters."""
     for linear in lora_linears(model).values():
         for name in linear.lora_specs:
-            if adapter in (None, name):
-                yield from (linear.lora_A[name], linear.lora_B[name])
+            yield from (linear.lora_A[name], linear.lora_B[name])
 
 
 @torch.no_grad()
@@ -295,8 +287,8 @@ def scaling_of(rank: Any, alpha: Any, rslora: bool) -> float:
 def _check_options(dropout: Any, share: Any, dtype: Any, adapter: Any) -> None:
     if not isinstance(dropout, int | float) or not 0 <= dropout < 1:
         raise ValueError(f"dropout: got {dropout!r}, wanted at least 0 and less than 1")
-    if share not in _SHARES:
-        raise ValueError(f"share: got {share!r}, wanted one of {_SHARES}")
+    if share not in (None, "A", "B"):
+        raise ValueError(f"share: got {share!r}, wanted one of (None, 'A', 'B')")
     if dtype not in DTYPES:
         raise ValueError(f"dtype: got {dtype!r}, wanted one of {DTYPES}")
     if not isinstance(adapter, str) or not adapter or "." in adapter or hasattr(nn.ParameterDict, adapter):
@@ -311,15 +303,13 @@ def _adapter_blocker(module: Any) -> str | None:
         return f"it is a {type(module).__name__}"
     if vars(module).get("_sharding") is not None:  # parallel.shards
         return "parallelize_module has cut its weight over ranks, where adapters are not supported"
-    reason = instance_customization(module)
-    if reason is None and not has_own_forward(module):
-        reason = "its forward is wrapped or replaced"
-    if reason is None and (getattr(module, "process_part", None) or (0,))[0]:
-        reason = "processes share its features: adapters are for whole linears, or whole experts of each process"
-    tensor = weight_of(module)
-    if reason is None and tensor.device.type == "meta":
-        reason = "its weight is on the meta device (offloaded, or not loaded yet)"
-    return reason
+    if (reason := instance_customization(module)) is not None:
+        return reason
+    if not has_own_forward(module):
+        return "its forward is wrapped or replaced"
+    if (getattr(module, "process_part", None) or (0,))[0]:
+        return "processes share its features: adapters are for whole linears, or whole experts of each process"
+    return "its weight is on the meta device (offloaded, or not loaded yet)" if weight_of(module).is_meta else None
 
 
 def weight_of(module: Any) -> Tensor:
@@ -442,11 +432,6 @@ def set_class(module: nn.Module, cls: type[nn.Module]) -> None:
     The module stays the same object, as in torch's `register_parametrization` and `fully_shard`: the model itself may
     be a linear, a stack knows its parts, and callers hold linears whose adapters come, merge and go.
     """
-    if not has_hook(module):
-        module.__class__ = cls
-        return
-    from thunder_moe.quantization.accelerate_hooks import unhooked
-
     with unhooked(module):
         module.__class__ = cls
 

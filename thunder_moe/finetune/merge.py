@@ -68,9 +68,7 @@ def merge_lora_(
     require_names(linears, wanted or ())
     refuse_merged(linears)
     chosen = {
-        name: tuple(
-            adapter for adapter in (linear.lora_active if wanted is None else wanted) if adapter in linear.lora_specs
-        )
+        name: tuple(a for a in (linear.lora_active if wanted is None else wanted) if a in linear.lora_specs)
         for name, linear in linears.items()
     }
     if not any(chosen.values()):
@@ -146,31 +144,26 @@ def _merge_adapters(linear: Any, names: tuple[str, ...], where: str) -> float:
     total, delta = _merged_weight(linear, names)
     if not total.isfinite().all():
         raise _not_finite_error(where, names)
-    if not isinstance(linear, GroupedLinear):
-        weight = linear.packed_weight.to_layout(LINEAR)
+    packed = None if isinstance(linear, GroupedLinear) else linear.packed_weight.to_layout(LINEAR)
+    if packed is None:
+        before = linear.weight.detach().clone()
+    else:
         # Detached aliases keep the old bytes, because `set_weight` gives the module's tensors other memory. The tensors
         # of a part are views of its stack's memory, and copied.
-        aliases = (tensor.detach() for tensor in weight.tensors())
+        aliases = (tensor.detach() for tensor in packed.tensors())
         is_part = isinstance(linear, NVFP4LinearPart)
-        linear.lora_unmerged = weight.with_tensors((tensor.clone() for tensor in aliases) if is_part else aliases)
-        _mark_merged(linear, names)
-        parts = 1 if isinstance(linear, LoRADense) else len(linear.weight_dtypes)
-        format = weight.format.name
-        rounded = (quantize_to(format, part.contiguous()) for part in total.chunk(parts, 1))
-        merged = PackedWeight.concatenate(*rounded)
+        before = packed.with_tensors((tensor.clone() for tensor in aliases) if is_part else aliases)
+    # They are merged before the weight changes, so that `_unmerge` undoes an interrupted merge.
+    linear.lora_unmerged, linear.lora_merged, linear.lora_active = before, names, ()
+    if packed is None:
+        _set_weight(linear, total)
+        total -= linear.weight.float()
+    else:
+        parts = total.chunk(len(linear.weight_dtypes), 1)
+        merged = PackedWeight.concatenate(*(quantize_to(packed.format.name, part.contiguous()) for part in parts))
         _set_weight(linear, merged)
         total -= dequantize(merged, torch.float32)
-    else:
-        linear.lora_unmerged = linear.weight.detach().clone()
-        _mark_merged(linear, names)
-        linear.weight.copy_(total)
-        total -= linear.weight.float()
     return _relative_error(total, delta)
-
-
-def _mark_merged(linear: Any, names: tuple[str, ...]) -> None:
-    """Mark adapters as merged before the weight changes, so that `_unmerge` undoes an interrupted merge."""
-    linear.lora_merged, linear.lora_active = names, ()
 
 
 def _not_finite_error(where: str, names: tuple[str, ...]) -> ValueError:
@@ -180,11 +173,7 @@ def _not_finite_error(where: str, names: tuple[str, ...]) -> ValueError:
 
 
 def _unmerge(linear: Any) -> None:
-    before = linear.lora_unmerged
-    if not isinstance(linear, GroupedLinear):
-        _set_weight(linear, before)
-    else:
-        linear.weight.copy_(before)
+    _set_weight(linear, linear.lora_unmerged)
     linear.lora_active, linear.lora_merged, linear.lora_unmerged = linear.lora_merged, (), None
 
 
@@ -222,7 +211,7 @@ def _prepare_to_dequantize(
     for name, linear in linears.items():
         if isinstance(linear, GroupedLinear):
             continue
-        (total, delta), dtypes = _merged_weight(linear, chosen[name]), _dtypes_of(linear)
+        (total, delta), dtypes = _merged_weight(linear, chosen[name]), linear.weight_dtypes
         parts = zip(total.chunk(len(dtypes), 1), dtypes, strict=True)
         errors[name] = _relative_error(total - torch.cat([part.to(dtype).float() for part, dtype in parts], 1), delta)
         if isinstance(linear, LoRADense):
@@ -233,8 +222,11 @@ def _prepare_to_dequantize(
     return dense
 
 
-def _set_weight(linear: Any, weight: PackedWeight) -> None:
-    """Set the weight of a quantized linear from one in layout "linear"; for a part, its rows of the stack's weight."""
+def _set_weight(linear: Any, weight: Any) -> None:
+    """Set the weight of a linear, if it is packed from one in layout "linear"; for a part, its rows of the stack's."""
+    if isinstance(linear, GroupedLinear):
+        linear.weight.copy_(weight)
+        return
     owner = linear.stack if isinstance(linear, NVFP4LinearPart) else linear
     weight = weight.to(owner.qdata.device)
     if owner is not linear:
@@ -249,14 +241,6 @@ def _set_weight(linear: Any, weight: PackedWeight) -> None:
             tensors.append(scales[:, 0].clone() if alike else scales)
         weight = whole.with_tensors(tensors)
     owner.set_weight(lay_out(weight, "auto" if owner.auto_layout else owner.layout))
-
-
-def _dtypes_of(linear: Any) -> tuple[torch.dtype, ...]:
-    """Return the dtypes of the 16-bit weights that a linear was quantized from."""
-    if isinstance(linear, NVFP4LinearPart):
-        return (linear.stack.weight_dtypes[linear.index],)
-    dtypes: tuple[torch.dtype, ...] = linear.weight_dtypes
-    return dtypes
 
 
 def _relative_error(error: Tensor, delta: Tensor) -> float:

@@ -16,7 +16,7 @@ from torch.nn.utils import parametrize
 from thunder_moe.formats.checks import require_module
 from thunder_moe.formats.registry import find_format
 from thunder_moe.ops.fake_quantize import fake_quantize, fake_quantize_mxfp8
-from thunder_moe.quantization.choose import choose_experts
+from thunder_moe.quantization.choose import choose_modules
 from thunder_moe.quantization.families import families_of
 from thunder_moe.selection import Patterns, Selection
 
@@ -71,9 +71,7 @@ def prepare_qat_(
     ``with parametrize.cached():`` is around the step.
 
     Args:
-        model: as in `quantize_`.
-        filter: as in `quantize_`.
-        ignore: as in `quantize_`.
+        model, filter, ignore: as in `quantize_`.
         scale_search: as in the later `quantize_`.
         format: as in the later `quantize_`, "nvfp4" or "mxfp8", for all weights.
 
@@ -81,19 +79,22 @@ def prepare_qat_(
         The same model. Until `finish_qat_`, its state dict has the weights under "parametrizations.<name>.original".
 
     Raises:
-        ValueError: as `quantize_`; also for a model that is prepared already. The model is unchanged then.
+        ValueError: as `quantize_`; also for a model that is prepared already, or whose weights processes share
+            (tp_size, ep_size). The model is unchanged then.
     """
-    require_module(model)
-    number_format = find_format(format)
-    number_format.check_quantizable(torch.zeros(1, 1, number_format.block_size, device="cpu"), scale_search)
-    families = families_of(model)
-    chosen = choose_experts(model, filter, ignore, families)
-    for module, family in chosen.items():
-        for _, view in family.weights(module):
-            number_format.check_quantizable(view.detach(), scale_search)
+    number_format = find_format(format).name
+    chosen = choose_modules(model, number_format, filter=filter, ignore=ignore, scale_search=scale_search).chosen
+    families = families_of(model)  # before parametrizations give modules other classes
+    for module, (path, family, _) in chosen.items():
+        # `fake_quantize` has no sharding strategy for DTensors.
+        if any(hasattr(parameter, "device_mesh") for parameter, _ in family.weights(module)):
+            raise ValueError(
+                f"model: processes share the weights of {path!r}, wanted whole weights: without a distributed_config"
+                " or tp_plan; call fully_shard after prepare_qat_"
+            )
     prepared: list[tuple[nn.Module, str]] = []
     try:
-        for module, family in chosen.items():
+        for module, (_, family, _) in chosen.items():
             views = dict(family.weights(module))
             for owner in list(module.modules()):  # a list, because parametrizations add modules
                 for name, parameter in list(owner.named_parameters(recurse=False)):
@@ -101,7 +102,7 @@ def prepare_qat_(
                         continue
                     # A transposed view shares the parameter's memory in another order of dimensions.
                     transposed = views[parameter] is not parameter
-                    rounding = FakeQuantize(transposed=transposed, scale_search=scale_search, format=number_format.name)
+                    rounding = FakeQuantize(transposed=transposed, scale_search=scale_search, format=number_format)
                     parametrize.register_parametrization(owner, name, rounding)
                     prepared.append((owner, name))
     except BaseException:  # no memory, or an interruption

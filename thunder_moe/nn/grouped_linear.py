@@ -9,7 +9,7 @@ row ENDS, group 0 starts at row 0.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, cast, overload
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -190,14 +190,6 @@ def _linear_of_torch(
     if bias is not None:
         raise ValueError("bias: got one under thunder.jit without moe_executor, wanted executors=[moe_executor]")
     return F.grouped_mm(x, weight.transpose(-2, -1), offs=offsets)
-
-
-@overload
-def local_part(parameter: Tensor, sharded: bool) -> Tensor: ...
-
-
-@overload
-def local_part(parameter: None, sharded: bool) -> None: ...
 
 
 def local_part(parameter: Any, sharded: bool) -> Any:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from thunder_moe.formats.block_format import NVFP4
 from thunder_moe.formats.layouts import LINEAR, block_shapes
-from thunder_moe.formats.weight import NVFP4Weight, PackedWeight
+from thunder_moe.formats.weight import PackedWeight
 from thunder_moe.kernels.select import chosen_backend, lay_out, quantize
 from thunder_moe.nn.adaptable import AdaptableLinear
 from thunder_moe.nn.packed import PackedModule
@@ -26,7 +26,7 @@ from thunder_moe.ops.operator import operator_for
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-__all__ = ["NVFP4Linear", "NVFP4LinearPart", "NVFP4LinearStack", "stacked_bias"]
+__all__ = ["NVFP4Linear", "NVFP4LinearPart", "NVFP4LinearStack", "is_packed_dense", "stacked_bias"]
 
 
 class NVFP4Linear(PackedModule):
@@ -38,7 +38,7 @@ class NVFP4Linear(PackedModule):
     Args:
         weight: (1, N, K).
         bias: (N,) or None.
-        **options: weight_dtype, weight_requires_grad, auto_layout and part_features of `PackedModule`.
+        weight_dtype, weight_requires_grad, auto_layout, part_features: as in `PackedModule`.
 
     Attributes:
         qdata: uint8 (N, K // 2), or blocks of it; scale: float8_e4m3fn (N, K // 16), or blocks; global_scale: float32
@@ -50,18 +50,7 @@ class NVFP4Linear(PackedModule):
         ValueError: the weight has experts, the bias does not fit it.
     """
 
-    bias: nn.Parameter | None
     _of_experts = False
-
-    def __init__(self, weight: PackedWeight, bias: Tensor | None = None, **options: Any) -> None:
-        if weight.shape[0] != 1:
-            raise ValueError(f"weight: got shape {weight.shape}, wanted (1, out_features, in_features)")
-        super().__init__(weight, **options)
-        if bias is not None and bias.shape != (self.out_features,):
-            raise ValueError(f"bias: got shape {tuple(bias.shape)}, wanted {(self.out_features,)}")
-        if bias is not None and not isinstance(bias, nn.Parameter):
-            bias = nn.Parameter(bias.detach(), requires_grad=bias.requires_grad)
-        self.register_parameter("bias", bias)
 
     @classmethod
     @torch.no_grad()
@@ -99,10 +88,6 @@ class NVFP4Linear(PackedModule):
         )
         new.train(linears[0].training)
         return new
-
-    @property
-    def _weight_shape(self) -> tuple[int, int, int]:
-        return 1, self.out_features, self.in_features
 
     def _operands(self, weight: PackedWeight) -> tuple[Tensor, ...]:
         return scaled_mm.dense_operands(weight)
@@ -146,9 +131,11 @@ class NVFP4Linear(PackedModule):
             linears.append(linear.train(self.training))
         return linears
 
-    def extra_repr(self) -> str:
-        sizes = f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
-        return f"{sizes}, {self.format_name}" + (f", layout={self.layout!r}" if self.layout != LINEAR else "")
+
+def is_packed_dense(module: nn.Module) -> bool:
+    """True for a dense layer with a packed weight of its own, or for a part of a stack of them."""
+    whole = isinstance(module, NVFP4Linear) and not isinstance(module, NVFP4LinearStack)
+    return whole or isinstance(module, NVFP4LinearPart)
 
 
 def stacked_bias(biases: Sequence[nn.Parameter]) -> nn.Parameter | None:
@@ -199,14 +186,6 @@ class NVFP4LinearStack(NVFP4Linear):
         if self._refused_in is args[-1]:  # the parts come first, and torch has one list of errors for each load
             return
         super()._load_from_state_dict(*args)
-
-    def part(self, x: Tensor, index: int) -> Tensor:
-        """Compute one of the linears: (..., K) -> (..., its out_features), maybe a view."""
-        sizes = self._part_features
-        assert sizes is not None
-        begin = sum(sizes[:index])
-        shared = None if self.once is None else self.once.take(x, index)
-        return self.rows(x, begin, sizes[index]) if shared is None else shared.narrow(-1, begin, sizes[index])
 
 
 class _OncePerCall:
@@ -284,25 +263,21 @@ class NVFP4LinearPart(AdaptableLinear):
         self.out_features = stack._part_features[index]
 
     @property
+    def weight_dtypes(self) -> tuple[torch.dtype]:
+        """Return the dtype of the 16-bit weight that it stands for, as `PackedModule.weight_dtypes`."""
+        return (self.stack.weight_dtypes[self.index],)
+
+    @property
     def _rows(self) -> slice:
         """Return its rows within the stacked weight."""
         sizes = self.stack._part_features
         assert sizes is not None
-        return slice(sum(sizes[: self.index]), sum(sizes[: self.index + 1]))
+        return slice(begin := sum(sizes[: self.index]), begin + self.out_features)
 
     @property
     def packed_weight(self) -> PackedWeight:
         """Return its weight (1, N, K) in layout "linear", a view of the stack's where that has this layout."""
         return self.stack.packed_weight.to_layout(LINEAR).rows(self._rows)
-
-    @property
-    def nvfp4_weight(self) -> NVFP4Weight:
-        """Return its weight, if the stack is in NVFP4.
-
-        Raises:
-            ValueError: it is in another number format.
-        """
-        return self.stack.nvfp4_weight.to_layout(LINEAR).rows(self._rows)
 
     @property
     def bias(self) -> Tensor | None:
@@ -311,9 +286,11 @@ class NVFP4LinearPart(AdaptableLinear):
 
     def forward(self, x: Tensor) -> Tensor:
         """Run the linear: (..., K) -> (..., N), maybe a view of the outputs of all parts."""
-        if (self._forward_hooks or self._forward_pre_hooks) and self.stack.once is not None:
-            self.stack.once.end()  # they may have changed x
-        return self.stack.part(x, self.index)
+        once, begin, size = self.stack.once, self._rows.start, self.out_features
+        if (self._forward_hooks or self._forward_pre_hooks) and once is not None:
+            once.end()  # they may have changed x
+        shared = None if once is None else once.take(x, self.index)
+        return self.stack.rows(x, begin, size) if shared is None else shared.narrow(-1, begin, size)
 
     def extra_repr(self) -> str:
         return f"in_features={self.in_features}, out_features={self.out_features}, part {self.index} of a stack"

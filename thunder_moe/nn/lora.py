@@ -110,7 +110,7 @@ class LoRALinear(nn.Module):
     lora_joined: str  # the active adapters' names: Thunder guards the value of a string, not the length of a tuple
     lora_by_peft: bool
     lora_merged: tuple[str, ...]
-    lora_unmerged: Any  # the weight without the merged adapters
+    lora_unmerged: Tensor | PackedWeight | None  # the weight without the merged adapters
     num_experts: int
     in_features: int
     out_features: int
@@ -262,8 +262,6 @@ class LoRALinear(nn.Module):
 class LoRAGroupedLinear(LoRALinear, GroupedLinear):
     """`GroupedLinear` with adapters, as `thunder_moe.add_lora_` makes it; buffers (`out`, `grad_input`) are refused."""
 
-    lora_unmerged: Tensor | None
-
     def forward(
         self,
         x: Tensor,
@@ -288,7 +286,6 @@ class LoRAGroupedLinear(LoRALinear, GroupedLinear):
 class NVFP4LoRAGroupedLinear(LoRALinear, NVFP4GroupedLinear):
     """`NVFP4GroupedLinear` with adapters, as `thunder_moe.add_lora_` makes it."""
 
-    lora_unmerged: PackedWeight | None
     lora_to_restore = False  # True if `dequantized` includes the active adapters
 
     def forward(self, x: Tensor, offsets: Tensor, bias_scale: Tensor | None = None) -> Tensor:
@@ -309,7 +306,10 @@ class LoRADense(LoRALinear):
     """A mixin that holds the adapters of a dense linear."""
 
     num_experts = 1
-    lora_unmerged: PackedWeight | None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the result of the linear plus the result of the active adapters."""
+        return self.plus_lora(super().forward(x), x)
 
     def _low_rank(self, x: Tensor, a: Tensor, b: Tensor, offsets: Tensor | None) -> Tensor:
         return F.linear(F.linear(x, a[0]), b[0])
@@ -317,10 +317,6 @@ class LoRADense(LoRALinear):
 
 class NVFP4LoRALinear(LoRADense, NVFP4Linear):
     """`NVFP4Linear` with adapters, as `thunder_moe.add_lora_` makes it."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Return the result of `NVFP4Linear.forward` plus the result of the active adapters."""
-        return self.plus_lora(NVFP4Linear.forward(self, x), x)
 
 
 class NVFP4LoRALinearPart(LoRADense, NVFP4LinearPart):
@@ -333,7 +329,3 @@ class NVFP4LoRALinearPart(LoRADense, NVFP4LinearPart):
         super()._load_from_state_dict(*args)
         if len(error_msgs) > known:
             self.stack._refused_in = error_msgs
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Return the result of `NVFP4LinearPart.forward` plus the result of the active adapters."""
-        return self.plus_lora(NVFP4LinearPart.forward(self, x), x)

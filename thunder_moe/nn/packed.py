@@ -14,14 +14,14 @@ from operator import itemgetter
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from thunder_moe.formats.block_format import BLOCK_FORMATS, NVFP4, BlockFormat
 from thunder_moe.formats.checks import require
 from thunder_moe.formats.layouts import LINEAR, layout_of_blocks, module_layouts
 from thunder_moe.formats.nvfp4 import WEIGHT_DTYPES
 from thunder_moe.formats.registry import dequantize
-from thunder_moe.formats.weight import WEIGHTS, NVFP4Weight, PackedWeight
+from thunder_moe.formats.weight import WEIGHTS, PackedWeight
 from thunder_moe.kernels.select import lay_out, resolve_layout
 from thunder_moe.kernels.slow_paths import warn_once
 from thunder_moe.nn.adaptable import AdaptableLinear
@@ -47,6 +47,7 @@ class PackedModule(AdaptableLinear):
 
     Args:
         weight: (E, N, K); kept in its layout if that is one of `layouts.module_layouts`, else in "linear".
+        bias: (E, N), of a dense layer (N,), or None; a parameter is kept as the same object.
         weight_dtype: the dtype of the 16-bit weight that this one stands for; what `dequantize_` gives back. One for
             each where it stands for several stacked ones (gate and up).
         weight_requires_grad: True if that weight was trainable; likewise.
@@ -64,6 +65,8 @@ class PackedModule(AdaptableLinear):
     qdata: Tensor
     scale: Tensor
     global_scale: Tensor
+    bias: nn.Parameter | None
+    num_experts: int = 1
     format_name: str = NVFP4.name
     auto_layout: bool = False  # for modules pickled by versions without this choice
     _layout_to_be: str | None = None  # the layout after the scales follow the codes that were loaded
@@ -79,6 +82,7 @@ class PackedModule(AdaptableLinear):
     def __init__(
         self,
         weight: PackedWeight,
+        bias: Tensor | None = None,
         *,
         weight_dtype: torch.dtype | Sequence[torch.dtype] = torch.bfloat16,
         weight_requires_grad: bool | Sequence[bool] = False,
@@ -86,7 +90,9 @@ class PackedModule(AdaptableLinear):
         part_features: Sequence[int] | None = None,
     ) -> None:
         super().__init__()
-        _, self.out_features, self.in_features = weight.shape
+        if not self._of_experts and weight.shape[0] != 1:
+            raise ValueError(f"weight: got shape {weight.shape}, wanted (1, out_features, in_features)")
+        self.num_experts, self.out_features, self.in_features = weight.shape
         dtypes, grads = weight_dtype, weight_requires_grad
         self.weight_dtypes = (dtypes,) if isinstance(dtypes, torch.dtype) else tuple(dtypes)
         self.weights_require_grad = (grads,) if isinstance(grads, bool) else tuple(grads)
@@ -108,6 +114,12 @@ class PackedModule(AdaptableLinear):
         for field in NVFP4.fields:  # fields that the format lacks are None
             self.register_buffer(field, None)
         self._buffers.update(zip(self._fields, self._own(weight.to_layout(layout)), strict=True))
+        shape = weight.shape[:2] if self._of_experts else weight.shape[1:2]
+        if bias is not None and bias.shape != shape:
+            raise ValueError(f"bias: got shape {tuple(bias.shape)}, wanted {tuple(shape)}")
+        if bias is not None and not isinstance(bias, nn.Parameter):
+            bias = nn.Parameter(bias.detach(), requires_grad=bias.requires_grad)
+        self.register_parameter("bias", bias)
 
     @property
     def format(self) -> BlockFormat:
@@ -126,7 +138,7 @@ class PackedModule(AdaptableLinear):
     @property
     def _weight_shape(self) -> tuple[int, int, int]:
         """Return (E, N, K)."""
-        raise NotImplementedError
+        return self.num_experts, self.out_features, self.in_features
 
     def _own(self, weight: PackedWeight) -> tuple[Tensor, ...]:
         """Return the tensors of a weight as this module keeps them, always the same objects."""
@@ -141,21 +153,6 @@ class PackedModule(AdaptableLinear):
         """Return the layout of the weights, by the shapes of the buffers."""
         qdata, scale = self._grouped(self.qdata, self.scale)
         return layout_of_blocks(qdata, scale, self.format)
-
-    @property
-    def nvfp4_weight(self) -> NVFP4Weight:
-        """Return the weight (E, N, K), which shares the buffers' memory.
-
-        Raises:
-            ValueError: it is in another number format; `packed_weight` has those, too.
-        """
-        weight = self.packed_weight
-        if not isinstance(weight, NVFP4Weight):
-            raise ValueError(
-                f"{self._get_name()}: got a weight in {self.format_name}, wanted nvfp4, which alone is read here;"
-                " dequantize_ the module, or quantize it to nvfp4"
-            )
-        return weight
 
     @property
     def packed_weight(self) -> PackedWeight:
@@ -294,8 +291,8 @@ class PackedModule(AdaptableLinear):
                 kept = bits.unflatten(axis, (parts, count, -1)).select(axis + 1, index).flatten(axis, axis + 1)
                 self._buffers[field] = kept.clone(memory_format=torch.contiguous_format).view(buffer.dtype)
         self._relaid += 1
-        self.out_features //= count if dim == 1 else 1
-        self.in_features //= count if dim == 2 else 1
+        sizes = [size // count if at == dim else size for at, size in enumerate(self._weight_shape)]
+        self.num_experts, self.out_features, self.in_features = sizes
 
     def dequantized(self) -> list[Tensor]:
         """Return the 16-bit weights that it stands for, each (E, its rows, K) of its own dtype and contiguous."""
@@ -395,6 +392,12 @@ class PackedModule(AdaptableLinear):
                 self._buffers[field] = buffer = tensor
             replaced.append(buffer)
         return replaced
+
+    def extra_repr(self) -> str:
+        sizes = f"in_features={self.in_features}, out_features={self.out_features}"
+        has_bias = f"{sizes}, bias={self.bias is not None}"
+        sizes = f"num_experts={self.num_experts}, {sizes}" if self._of_experts else has_bias
+        return f"{sizes}, {self.format_name}" + (f", layout={self.layout!r}" if self.layout != LINEAR else "")
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in vars(self).items() if name != "_place"}

@@ -7,14 +7,14 @@ Legend: M rows sorted by expert, E experts, H hidden_size, I intermediate_size, 
 
 from __future__ import annotations
 
-from typing import Any, TypeGuard, TypeVar
+from typing import TypeGuard, TypeVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from thunder_moe.formats.block_format import NVFP4
-from thunder_moe.formats.layouts import LINEAR, MODULE_LAYOUTS
+from thunder_moe.formats.layouts import MODULE_LAYOUTS
 from thunder_moe.formats.weight import PackedWeight
 from thunder_moe.nn.autocast import autocast_rows
 from thunder_moe.nn.grouped_linear import local_part
@@ -38,44 +38,22 @@ Module = TypeVar("Module", bound=nn.Module)
 class NVFP4GroupedLinear(PackedModule):
     """`GroupedLinear` with frozen 4-bit (or MXFP8) weights, kept as buffers, and a 16-bit (or float32) bias.
 
-    `PackedModule` describes buffers, state dicts and moves, and the arguments that are not listed here.
+    `PackedModule` describes buffers, state dicts, moves and attributes.
 
     Args:
         weight: (E, N, K).
         bias: (E, N) or None; a parameter is kept as the same object.
-
-    Attributes:
-        bias: parameter (E, N), or None.
-        qdata, scale, global_scale: the tensors of the weight. ``module.to(dtype)`` leaves them unchanged.
-        weight_dtypes, weights_require_grad: tuples with one item for each 16-bit weight that it stands for.
-        auto_layout: True if the weights are laid out for the device that the module is moved to.
+        weight_dtype, weight_requires_grad, auto_layout, part_features: as in `PackedModule`.
     """
 
-    bias: nn.Parameter | None
     options_of_training: tuple[tuple[str, bool], ...] = ()  # of the GroupedLinear that it stands for
     _sharded = False  # True if the bias is a DTensor; the buffers are this rank's own then
-
-    def __init__(self, weight: PackedWeight, bias: Tensor | None = None, **options: Any) -> None:
-        super().__init__(weight, **options)
-        self.num_experts = weight.shape[0]
-        if bias is not None and bias.shape != weight.shape[:2]:
-            raise ValueError(f"bias: got shape {tuple(bias.shape)}, wanted {tuple(weight.shape[:2])}")
-        if bias is not None and not isinstance(bias, nn.Parameter):
-            bias = nn.Parameter(bias.detach(), requires_grad=bias.requires_grad)
-        self.register_parameter("bias", bias)
 
     @property
     def local_bias(self) -> Tensor | None:
         """Return the bias, or this rank's part of a DTensor."""
-        return local_part(self.bias, self._sharded)
-
-    def narrow_(self, dim: int, index: int, count: int, parts: int = 1) -> None:
-        super().narrow_(dim, index, count, parts)
-        self.num_experts = self.qdata.shape[0]
-
-    @property
-    def _weight_shape(self) -> tuple[int, int, int]:
-        return self.num_experts, self.out_features, self.in_features
+        bias: Tensor | None = local_part(self.bias, self._sharded)
+        return bias
 
     def forward(self, x: Tensor, offsets: Tensor, bias_scale: Tensor | None = None) -> Tensor:
         """Multiply (M, K) rows sorted by expert, with offsets (E,) of row ends: -> (M, N).
@@ -96,10 +74,6 @@ class NVFP4GroupedLinear(PackedModule):
         elif bias_scale is not None:
             raise ValueError("bias_scale: got a tensor without a bias to scale, wanted None")
         return out
-
-    def extra_repr(self) -> str:
-        sizes = f"num_experts={self.num_experts}, in_features={self.in_features}, out_features={self.out_features}"
-        return f"{sizes}, {self.format_name}" + (f", layout={self.layout!r}" if self.layout != LINEAR else "")
 
 
 class NVFP4GroupedSwiGLU(nn.Module):

@@ -163,11 +163,9 @@ class AllToAll(Exchange):
     def start(self, x: Tensor, ids: Tensor, weights: Tensor | None = None, early: Any = None) -> Sent:
         tokens, top_k = ids.shape
         ranks_R = torch.arange(self.ranks, device=ids.device)
-        wanted_TR = ((ids // self.experts)[..., None] == ranks_R).any(1)
+        rank_TR = torch.where(((ids // self.experts)[..., None] == ranks_R).any(1), ranks_R, -1)
         # moe_route sorts rows by rank here, with the ranks in place of experts; slot = t * R + r.
-        row_slot, ends_R, slot_row = torch.ops.thunder_moe.moe_route(
-            torch.where(wanted_TR, ranks_R, -1), self.ranks
-        )  # fmt: skip
+        row_slot, ends_R, slot_row = torch.ops.thunder_moe.moe_route(rank_TR, self.ranks)
         counts_R = ends_R - F.pad(ends_R[:-1], (1, 0))
         rows, routing, overflow = x, self._routing(ids, weights), None
         if self.capacity is None:
@@ -311,16 +309,12 @@ def _symmetric_all_gather(x: Tensor, ranks: int, group_name: str) -> Tensor:
     return rows
 
 
-@_symmetric_all_gather.register_fake
-def _(x: Tensor, ranks: int, group_name: str) -> Tensor:
-    return x.new_empty(ranks * x.shape[0], x.shape[1])
+def _empty_of_all(x: Tensor, ranks: int, group_name: str) -> Tensor:
+    return x.new_empty(ranks * x.shape[0], *x.shape[1:])
 
 
-EXCHANGES: dict[str, type[Exchange]] = {
-    "all_to_all": AllToAll,
-    "all_gather": AllGather,
-    "symmetric_memory": SymmetricMemory,
-}
+_symmetric_all_gather.register_fake(_empty_of_all)
+EXCHANGES: dict[str, type[Exchange]] = dict(all_to_all=AllToAll, all_gather=AllGather, symmetric_memory=SymmetricMemory)
 
 
 def _host_sizes(sizes: Tensor) -> list[list[int]]:
@@ -340,10 +334,8 @@ def wait(tensor: Any) -> Tensor:
     """Wait for a collective, and return its plain tensor. A result with a gradient waits at its first use instead."""
     if isinstance(tensor, _RunningCollective):
         return tensor.wait()
-    if isinstance(tensor, collectives.AsyncCollectiveTensor) and not tensor.requires_grad:
-        waited: Tensor = tensor.wait()
-        return waited
-    plain: Tensor = tensor
+    runs = isinstance(tensor, collectives.AsyncCollectiveTensor) and not tensor.requires_grad
+    plain: Tensor = tensor.wait() if runs else tensor
     return plain
 
 
@@ -401,7 +393,7 @@ def _reduce_scatter(x: Tensor, group: Any) -> Tensor:
 @torch.library.custom_op("thunder_moe::cpu_all_gather", mutates_args=(), device_types="cpu")
 def _cpu_all_gather(x: Tensor, ranks: int, group_name: str) -> Tensor:
     """Return the rows of all ranks, (T, ...) -> (ranks * T, ...); differentiable."""
-    out = x.new_empty(ranks * x.shape[0], *x.shape[1:])
+    out = _empty_of_all(x, ranks, group_name)
     _collective(dist, "all_gather_into_tensor")(out, x, _process_group(group_name))
     return out
 
@@ -409,18 +401,12 @@ def _cpu_all_gather(x: Tensor, ranks: int, group_name: str) -> Tensor:
 @torch.library.custom_op("thunder_moe::cpu_reduce_scatter", mutates_args=(), device_types="cpu")
 def _cpu_reduce_scatter(x: Tensor, ranks: int, group_name: str) -> Tensor:
     """Return this rank's rows of the sum over the ranks, (ranks * T, ...) -> (T, ...); differentiable."""
-    out = x.new_empty(x.shape[0] // ranks, *x.shape[1:])
+    out = _empty_of_one(x, ranks, group_name)
     _collective(dist, "reduce_scatter_tensor")(out, x, group=_process_group(group_name))
     return out
 
 
-@_cpu_all_gather.register_fake
-def _(x: Tensor, ranks: int, group_name: str) -> Tensor:
-    return x.new_empty(ranks * x.shape[0], *x.shape[1:])
-
-
-@_cpu_reduce_scatter.register_fake
-def _(x: Tensor, ranks: int, group_name: str) -> Tensor:
+def _empty_of_one(x: Tensor, ranks: int, group_name: str) -> Tensor:
     return x.new_empty(x.shape[0] // ranks, *x.shape[1:])
 
 
@@ -441,6 +427,8 @@ def _backward_of_reduce_scatter(ctx: Any, grad: Tensor) -> tuple[Tensor, None, N
     return torch.ops.thunder_moe.cpu_all_gather(grad.contiguous(), ctx.ranks, ctx.group_name), None, None
 
 
+_cpu_all_gather.register_fake(_empty_of_all)
+_cpu_reduce_scatter.register_fake(_empty_of_one)
 _cpu_all_gather.register_autograd(_backward_of_all_gather, setup_context=_setup_context)
 _cpu_reduce_scatter.register_autograd(_backward_of_reduce_scatter, setup_context=_setup_context)
 

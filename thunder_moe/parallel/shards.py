@@ -8,7 +8,8 @@ Legend: R ranks. Dim 0 counts experts, 1 out_features, 2 in_features; dense laye
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, TypeGuard
 
 import torch
 import torch.distributed as dist
@@ -24,21 +25,11 @@ from thunder_moe.nn import GroupedLinear, NVFP4GroupedLinear
 from thunder_moe.nn.lora import LoRALinear
 from thunder_moe.nn.packed import PackedModule
 
-__all__ = ["LocalLinear", "WeightSharding", "check_sharding", "shard_weight_"]
+__all__ = ["WeightSharding", "check_sharding", "shard_weight_"]
 
-Dims = tuple[
-    int | None, ...
-]  # for each dimension of a mesh: the dimension of a tensor that it shards; None: replicated
+# For each dimension of a mesh: the dimension of a tensor that it shards; None: replicated.
+Dims = tuple[int | None, ...]
 _SIZES = ("num_experts", "out_features", "in_features")
-
-
-class LocalLinear(nn.Linear):
-    """torch's linear with a sharded weight: each rank multiplies by its own shard."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        weight: Any = self.weight
-        bias: Any = self.bias
-        return nn.functional.linear(x, weight.to_local(), None if bias is None else bias.to_local())
 
 
 @dataclass(frozen=True)
@@ -150,7 +141,7 @@ def check_sharding(name: str, linear: nn.Module, sharding: WeightSharding) -> No
             options of training or a bias, which sharded linears do not support.
         TypeError: it is a module of another class.
     """
-    if not isinstance(linear, GroupedLinear | NVFP4GroupedLinear | nn.Linear) and not isinstance(linear, PackedModule):
+    if not isinstance(linear, GroupedLinear | PackedModule | nn.Linear):
         raise TypeError(f"{name}: got a {type(linear).__name__}, wanted a linear of this package or torch's")
     bias = linear._parameters.get("bias")
     if weight_sharding_of(linear) is not None or any(
@@ -161,7 +152,7 @@ def check_sharding(name: str, linear: nn.Module, sharding: WeightSharding) -> No
         raise ValueError(f"{name}: got adapters {list(linear.lora_specs)}, which are not cut; wanted a linear without")
     if is_parametrized(linear):
         raise ValueError(f"{name}: got a parametrized weight (finish_qat_ before), wanted a plain parameter")
-    if isinstance(linear, nn.Linear) and type(linear) is not nn.Linear:
+    if isinstance(linear, nn.Linear) and (type(linear) is not nn.Linear or "forward" in vars(linear)):
         raise TypeError(f"{name}: got a {type(linear).__name__}, whose forward would be lost; wanted torch's nn.Linear")
     if bias is not None and 2 in sharding.dims:
         raise ValueError(f"{name}: got a bias, which each rank would add; wanted bias=False under TensorParallel")
@@ -196,14 +187,14 @@ def shard_weight_(linear: nn.Module, sharding: WeightSharding, source: int | Non
         source: the rank whose weights are distributed; None: each rank shards its own, without communication.
     """
     linear.__dict__["_sharding"] = sharding
-    packed = isinstance(linear, PackedModule)
     for name, parameter in list(linear._parameters.items()):
         if parameter is None:
             continue
         dims = _sharded_dims(linear, sharding, parameter)
         if not sharding.is_stacked(dims):
-            placements = sharding.placements(dims)
-            sharded: Tensor = distribute_tensor(parameter.data, sharding.mesh, placements, src_data_rank=source)
+            sharded: Tensor = distribute_tensor(
+                parameter.data, sharding.mesh, sharding.placements(dims), src_data_rank=source
+            )
         else:
             _broadcast(parameter.data, sharding.mesh, source)
             sharded = sharding.local_shard(parameter.data, dims)
@@ -214,13 +205,18 @@ def shard_weight_(linear: nn.Module, sharding: WeightSharding, source: int | Non
         for dim, rank, ranks, stacked in sharding.shards():
             if dim != 0 or _has_experts_dim(linear):
                 linear.narrow_(dim, rank, ranks, stacked)
-    if isinstance(linear, GroupedLinear | NVFP4GroupedLinear):
+    else:  # packed linears call `local_state_dict` themselves
+        linear.register_load_state_dict_pre_hook(_load_local)
+    if _has_experts_dim(linear):
         linear._sharded = sharding.stacked == 1
     if isinstance(linear, nn.Linear):
-        linear.__class__ = LocalLinear
+        vars(linear)["forward"] = partial(_local_linear, linear)
     linear.register_state_dict_post_hook(_save_dtensors)
-    if not packed:  # packed linears call `local_state_dict` themselves
-        linear.register_load_state_dict_pre_hook(_load_local)
+
+
+def _local_linear(linear: Any, x: Tensor) -> Tensor:
+    """Multiply by this rank's shard of the weight, as the forward of torch's linear."""
+    return nn.functional.linear(x, linear.weight.to_local(), None if linear.bias is None else linear.bias.to_local())
 
 
 def _broadcast(tensor: Tensor, mesh: DeviceMesh, source: int | None) -> None:
@@ -230,7 +226,7 @@ def _broadcast(tensor: Tensor, mesh: DeviceMesh, source: int | None) -> None:
             dist.broadcast(bits, group=mesh.get_group(at), group_src=source)
 
 
-def _has_experts_dim(linear: nn.Module) -> bool:
+def _has_experts_dim(linear: nn.Module) -> TypeGuard[GroupedLinear | NVFP4GroupedLinear]:
     return isinstance(linear, GroupedLinear | NVFP4GroupedLinear)
 
 

@@ -4,18 +4,18 @@ Called by users; calls parallel.shards for the weights and parallel.modules for 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from itertools import chain
 from typing import Any
 
-import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from thunder_moe.nn import Llama4MoE, NVFP4GroupedSwiGLU
+from thunder_moe.nn.grouped_linear import require_at_least
 from thunder_moe.parallel.exchange import EXCHANGES, Exchange
 from thunder_moe.parallel.load import add_buffers
-from thunder_moe.parallel.modules import EXPERT_PARALLEL, EXPERT_TENSOR_PARALLEL, TENSOR_PARALLEL
+from thunder_moe.parallel.modules import PARALLEL, make_parallel
 from thunder_moe.parallel.shards import WeightSharding, check_sharding, shard_weight_
 from thunder_moe.training import GroupedMLP, NVFP4GroupedMLP
 from thunder_moe.training.grouped_mlp import own_form
@@ -64,41 +64,42 @@ class ExpertParallel(ParallelStyle):
         load_steps: int = 16,
     ) -> None:
         super().__init__()
-        known = issubclass(exchange, Exchange) if isinstance(exchange, type) else exchange in tuple(EXCHANGES)
-        if not known:
+        if not (issubclass(exchange, Exchange) if isinstance(exchange, type) else exchange in tuple(EXCHANGES)):
             raise ValueError(f"exchange: got {exchange!r}, wanted one of {tuple(EXCHANGES)} or a subclass of Exchange")
-        for name, value, least in (("capacity", capacity, 1), ("chunks", chunks, 1), ("load_steps", load_steps, 0)):
-            exact = name == "capacity" and value is None
-            if not exact and (not isinstance(value, int) or isinstance(value, bool) or value < least):
-                raise ValueError(f"{name}: got {value!r}, wanted an integer of at least {least}")
+        if capacity is not None:
+            require_at_least(1, "capacity", capacity)
+        require_at_least(1, "chunks", chunks)
+        require_at_least(0, "load_steps", load_steps)
         self.exchange, self.capacity, self.chunks, self.load_steps = exchange, capacity, chunks, load_steps
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         both = device_mesh.ndim == 2
-        cls = _parallel_class(
-            module, EXPERT_TENSOR_PARALLEL if both else EXPERT_PARALLEL, "ExpertParallel", device_mesh, 2
-        )  # fmt: skip
+        _check_module(module, "ExpertParallel", device_mesh, 2)
         experts: Any = module.routed_experts if isinstance(module, Llama4MoE) else module
         for name, value, plain in (("exchange", self.exchange, "all_to_all"), ("chunks", self.chunks, 1)):
             if value != plain and experts is module:
                 raise ValueError(
                     f"{name}: got {value!r} for a {type(module).__name__}, whose rows are sorted; wanted {plain!r}"
                 )
-        mesh, features = _split_mesh(device_mesh) if both else (device_mesh, None)
-        shardings = _feature_shardings(module, device_mesh) if both else _expert_shardings(experts, device_mesh)
+        mesh, features = device_mesh, None
+        if both:
+            if device_mesh.mesh_dim_names is None:
+                raise ValueError(
+                    "device_mesh: got two dimensions without names, wanted mesh_dim_names=, such as ('ep', 'tp')"
+                )
+            mesh, features = (device_mesh[name] for name in device_mesh.mesh_dim_names)
+            shardings = _feature_shardings(module, device_mesh)
+        else:
+            shardings = [(name, linear, WeightSharding(mesh, (0,))) for name, linear in _linears(experts).items()]
         for name, linear, sharding in shardings:
             check_sharding(name, linear, sharding)
-        num_experts = next(iter(_linears(experts).values())).num_experts // mesh.size()
+        num_experts = experts.down_proj.num_experts // mesh.size()
         for _, linear, sharding in shardings:
             shard_weight_(linear, sharding, self.src_data_rank)
-        module.__class__ = cls
-        made: Any = module
         room = None if self.capacity is None else -(-self.capacity // self.chunks)
         make = EXCHANGES[self.exchange] if isinstance(self.exchange, str) else self.exchange
-        made.exchange, made.chunks = make(mesh, num_experts, room), self.chunks
-        if features is not None:
-            made.mesh = features
-        add_buffers(module, self.load_steps, num_experts, _device(module))
+        make_parallel(module, make(mesh, num_experts, room), self.chunks, features)
+        add_buffers(module, self.load_steps, num_experts, next(chain(module.parameters(), module.buffers())).device)
         return module
 
 
@@ -119,21 +120,14 @@ class TensorParallel(ParallelStyle):
     """
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        cls = _parallel_class(module, TENSOR_PARALLEL, "TensorParallel", device_mesh, 1)
+        _check_module(module, "TensorParallel", device_mesh, 1)
         shardings = _feature_shardings(module, device_mesh)
         for name, linear, sharding in shardings:
             check_sharding(name, linear, sharding)
         for _, linear, sharding in shardings:
             shard_weight_(linear, sharding, self.src_data_rank)
-        module.__class__ = cls
-        made: Any = module
-        made.mesh = device_mesh
+        make_parallel(module, None, 1, device_mesh)
         return module
-
-
-def _expert_shardings(experts: nn.Module, mesh: DeviceMesh) -> list[tuple[str, Any, WeightSharding]]:
-    """Return the linears of experts, with shardings of their experts."""
-    return [(name, linear, WeightSharding(mesh, (0,))) for name, linear in _linears(experts).items()]
 
 
 def _feature_shardings(module: nn.Module, mesh: DeviceMesh) -> list[tuple[str, Any, WeightSharding]]:
@@ -143,49 +137,31 @@ def _feature_shardings(module: nn.Module, mesh: DeviceMesh) -> list[tuple[str, A
     groups: list[Any] = [module]
     if isinstance(module, Llama4MoE):
         groups = [module.routed_experts, *([] if module.shared_expert is None else [module.shared_expert])]
-    first = (0,) * (mesh.ndim - 1)
-    return [
-        (
-            name,
-            linear,
-            WeightSharding(
-                mesh, (*first, 2 if name == "down_proj" else 1), _stacked_weights(group, name, mesh.size(mesh.ndim - 1))
-            ),
-        )
-        for group in groups
-        for name, linear in _linears(group).items()
-    ]
+    found = []
+    for group in groups:
+        for name, linear in _linears(group).items():
+            dims = *(0,) * (mesh.ndim - 1), 2 if name == "down_proj" else 1
+            stacked = _stacked_weights(group, name, mesh.size(mesh.ndim - 1))
+            found.append((name, linear, WeightSharding(mesh, dims, stacked)))
+    return found
 
 
-def _split_mesh(mesh: DeviceMesh) -> tuple[DeviceMesh, DeviceMesh]:
-    """Return the two one-dimensional meshes of a mesh.
+def _check_module(module: nn.Module, style: str, mesh: DeviceMesh, max_dims: int) -> None:
+    """Check the class and the forward of a module, and the dimensions of the mesh.
 
     Raises:
-        ValueError: they have no names.
+        TypeError: the styles do not know the module's class.
+        ValueError: the module has a forward of its own, or the mesh has more than `max_dims` dimensions.
     """
-    if mesh.mesh_dim_names is None:
-        raise ValueError("device_mesh: got two dimensions without names, wanted mesh_dim_names=, such as ('ep', 'tp')")
-    first, second = mesh.mesh_dim_names
-    return mesh[first], mesh[second]
-
-
-def _parallel_class(
-    module: nn.Module, classes: Mapping[type[nn.Module], type[nn.Module]], style: str, mesh: DeviceMesh, max_dims: int
-) -> type[nn.Module]:
-    """Return the parallel class of a module.
-
-    Raises:
-        TypeError: the style does not know the module's class.
-        ValueError: the mesh has more than `max_dims` dimensions.
-    """
-    cls = classes.get(type(module))
-    if cls is None:
-        known = ", ".join(cls.__name__ for cls in classes)
+    if type(module) not in PARALLEL:
+        known = ", ".join(cls.__name__ for cls in PARALLEL)
         raise TypeError(f"module: got a {type(module).__name__}, wanted one of {known} for {style}")
+    if "forward" in vars(module):
+        name = type(module).__name__
+        raise ValueError(f"module: got a {name} that is parallel already or has another forward, wanted a plain one")
     if mesh.ndim > max_dims:
         wanted = ("one", "one or two")[max_dims - 1]
         raise ValueError(f"device_mesh: got {mesh.ndim} dimensions, wanted {wanted}, as mesh['name'] gives it")
-    return cls
 
 
 def _linears(group: nn.Module) -> dict[str, Any]:
@@ -218,8 +194,3 @@ def _stacked_weights(group: nn.Module, name: str, ranks: int) -> int:
             f"{name}: it has out_features={columns} in pairs of {pair}, wanted a multiple of {pair * ranks}"
         )
     return 1
-
-
-def _device(module: nn.Module) -> torch.device:
-    tensors = [*module.parameters(), *module.buffers()]
-    return tensors[0].device

@@ -29,7 +29,6 @@ from thunder_moe.quantization.replaceable import wrapped_modules
 from thunder_moe.selection import Format, Names, Patterns, Selection, Selector, check_patterns, format_function, select
 
 __all__ = [
-    "choose_experts",
     "choose_modules",
     "choose_or_skip",
     "non_finite_problem",
@@ -48,11 +47,11 @@ _LAYOUTS = ("auto", *MODULE_LAYOUTS)
 
 def choose_modules(
     model: Model,
+    format: Format = "nvfp4",
     *,
     filter: Selection | None = None,
     ignore: Patterns | None = None,
     linears: bool | Selection = False,
-    format: Format = "nvfp4",
     scale_search: str | None = None,
     layout: str = "auto",
     device_of: Callable[[nn.Module], torch.device] | None = None,
@@ -61,20 +60,13 @@ def choose_modules(
     """Finds the modules that `quantize_` replaces, and checks them; nothing is changed.
 
     Args:
-        model: as in `quantize_`.
-        filter: as in `quantize_`.
-        ignore: as in `quantize_`.
-        linears: as in `quantize_`.
-        format: as in `quantize_`.
-        scale_search: as in `quantize_`.
-        layout: as in `quantize_`.
+        model: as in `quantize_`, like the options that are not listed.
         device_of: returns the device that the weights of a module will be on, for a model on "meta" whose weights are
             still to be loaded. Nothing is logged then.
         required: True if it is an error that nothing is chosen, or that a pattern fits nothing.
 
     Raises:
-        ValueError: as `quantize_`.
-        TypeError: as `quantize_`.
+        ValueError, TypeError: as `quantize_`.
     """
     require_module(model)
     names = Names.of_model(model)
@@ -87,8 +79,9 @@ def choose_modules(
     families: list[ExpertFamily] = families_of(model)
     if required:
         _check_patterns(model, names, families, filter=filter, ignore=ignore, linears=linears, format=format)
-    dense = DenseLinears(model, takes, selector.declined, device_of, format_of)
+    dense = DenseLinears()
     if takes is not False:
+        dense.choose(model, takes, selector.declined, device_of, format_of)
         families.append(dense)
     chosen, skipped, declined = _classify(model, selector, families, format_of)
     if chosen or skipped or required:
@@ -99,21 +92,14 @@ def choose_modules(
     run = Quantization(pack, layout, packs=WeakKeyDictionary(formats))
     for family in families:
         family.prepare((module for module, target in chosen.items() if target.family is family), run)
-    _check_layout(layout, chosen, run)
-    for name, module in model.named_modules():
-        if name in dense.skipped:
-            declined[module] = name, dense.skipped[name]
+    for module, (name, family, number_format) in chosen.items():
+        for n, k in family.sizes(module, run) if layout != "auto" else ():  # "auto" fits every size
+            require_fit(layout, name, n, k, BLOCK_FORMATS[number_format])
     choose_again = partial(
-        choose_modules,
-        model,
-        filter=filter,
-        ignore=ignore,
-        linears=linears,
-        format=format,
-        scale_search=scale_search,
+        choose_modules, model, format, filter=filter, ignore=ignore, linears=linears, scale_search=scale_search,
         layout=layout,
-    )
-    return QuantizationPlan(model, run, chosen, {**skipped, **declined}, linears, choose_again)
+    )  # fmt: skip
+    return QuantizationPlan(model, run, chosen, skipped | declined | dense.skipped, linears, choose_again)
 
 
 def _check_patterns(
@@ -122,9 +108,9 @@ def _check_patterns(
     families: list[ExpertFamily],
     *,
     filter: Selection | None,
-    ignore: Patterns | None = None,
-    linears: bool | Selection = False,
-    format: Format | None = None,
+    ignore: Patterns | None,
+    linears: bool | Selection,
+    format: Format,
 ) -> None:
     """Raises a ValueError for a pattern that fits nothing."""
     dense, experts = [], []
@@ -136,28 +122,11 @@ def _check_patterns(
     check_patterns(names, experts, dense, filter=filter, ignore=ignore, linears=linears, format=format)
 
 
-def choose_experts(
-    model: nn.Module, filter: Selection | None, ignore: Patterns | None, families: list[ExpertFamily]
-) -> dict[nn.Module, ExpertFamily]:
-    """Returns the experts that `quantize_` would replace, with their families.
-
-    Raises:
-        ValueError: as `quantize_`.
-    """
-    require_module(model)
-    names = Names.of_model(model)
-    selector = Selector(names, filter, ignore)
-    _check_patterns(model, names, families, filter=filter, ignore=ignore)
-    chosen, skipped, _ = _classify(model, selector, families)
-    _check_choice(model, chosen, skipped, families)
-    return {module: target.family for module, target in chosen.items()}
-
-
 def _classify(
     model: nn.Module,
     selector: Selector,
     families: list[ExpertFamily],
-    format_of: Callable[[nn.Module, str], str | None] = lambda module, name: NVFP4.name,
+    format_of: Callable[[nn.Module, str], str | None],
 ) -> tuple[Targets, Skipped, Skipped]:
     """Returns the modules to convert, those that cannot be converted, and those that the options leave unchanged."""
     chosen: Targets = {}
@@ -244,8 +213,8 @@ def _check_choice(
     skipped: Skipped,
     families: list[ExpertFamily],
     *,
-    loaded: bool = True,
-    required: bool = True,
+    loaded: bool,
+    required: bool,
 ) -> None:
     if not chosen and not skipped:
         experts = ", or ".join(dict.fromkeys(family.description for family in families))
@@ -319,13 +288,6 @@ def non_finite_problem(weight: Tensor, *, all_experts: bool = True) -> str | Non
     bad = [expert for expert, own in enumerate(weight) if not bool(own.isfinite().all())] if weight.ndim == 3 else []
     experts = f" of experts {bad[:8]}" if all_experts and len(weight) > 1 and bad else ""
     return f"has NaN or Inf in a weight{experts}, wanted finite values"
-
-
-def _check_layout(layout: str, chosen: Targets, run: Quantization) -> None:
-    for module, (name, family, format) in chosen.items():
-        for n, k in family.sizes(module, run):
-            if layout != "auto":  # "auto" fits every size
-                require_fit(layout, name, n, k, BLOCK_FORMATS[format])
 
 
 def require_layout(layout: str) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import re
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 from weakref import ReferenceType, WeakKeyDictionary, ref
@@ -31,10 +31,10 @@ from thunder_moe.formats.nvfp4 import WEIGHT_DTYPES
 from thunder_moe.formats.weight import PackedWeight
 from thunder_moe.kernels.dense import SlowerFrom, slower_from, why_slower
 from thunder_moe.kernels.select import lay_out, preferred_layout
-from thunder_moe.nn.linear import NVFP4Linear, NVFP4LinearPart, NVFP4LinearStack, stacked_bias
+from thunder_moe.nn.linear import NVFP4Linear, NVFP4LinearPart, NVFP4LinearStack, is_packed_dense, stacked_bias
 from thunder_moe.quantization.accelerate_hooks import copy_hook
 from thunder_moe.quantization.families import ExpertFamily, Quantization, weight_key
-from thunder_moe.quantization.replaceable import has_own_forward, instance_customization
+from thunder_moe.quantization.replaceable import customization, has_own_forward
 from thunder_moe.selection import shortened
 
 __all__ = ["DenseLinears", "is_dense_layer", "join_read_together"]
@@ -46,46 +46,39 @@ _ROUTER_CLASS = re.compile(r"Router|Gate($|[A-Z])|Gating")
 class DenseLinears(ExpertFamily):
     """`nn.Linear`, to `NVFP4Linear`, or with others that read the same rows to parts of a `NVFP4LinearStack`.
 
-    Args:
-        model: the model that `quantize_` is called with; None to restore.
-        linears: as in `quantize_`, with patterns as a function.
-        declined: returns why the options `filter` and `ignore` leave a module of this name in 16 bits, or None.
-        device_of: returns the device that the weight of a linear will be on, for a model that is still to be loaded.
-            Nothing is logged then. None: the weight's device.
-        format_of: returns the format of a module of this name, None for 16 bits.
-
     Attributes:
-        skipped: qualified name of each candidate that stays 16-bit -> the reason.
+        skipped: the candidates of `choose` that stay 16-bit -> their qualified name and the reason.
     """
 
     description = "nn.Linear"
 
-    def __init__(
-        self,
-        model: nn.Module | None = None,
-        linears: bool | Callable[[nn.Module, str], bool] = False,
-        declined: Callable[[nn.Module, str], str | None] = lambda module, name: None,
-        device_of: Callable[[nn.Module], torch.device] | None = None,
-        format_of: Callable[[nn.Module, str], str | None] = lambda module, name: NVFP4.name,
-    ) -> None:
-        self.skipped: dict[str, str] = {}
+    def __init__(self) -> None:
+        self.skipped: dict[nn.Module, tuple[str, str]] = {}
+        self._device_of: Callable[[Any], torch.device] = lambda linear: linear.weight.device
         self._formats: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
-        self._quiet = device_of is not None
-        self._device_of = device_of or _device_of_weight
-        self._names: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
         self._stacks: WeakKeyDictionary[nn.Module, _Stack] = WeakKeyDictionary()
         self._shared_scales: WeakKeyDictionary[nn.Module, _SharedScale] = WeakKeyDictionary()
-        self._apart: dict[str, dict[str, None]] = defaultdict(dict)  # names of linears -> classes
-        if model is not None and linears is not False:
-            self._choose(model, linears, declined, format_of)
 
-    def _choose(
+    def choose(
         self,
         model: nn.Module,
         linears: bool | Callable[[nn.Module, str], bool],
         declined: Callable[[nn.Module, str], str | None],
+        device_of: Callable[[nn.Module], torch.device] | None,
         format_of: Callable[[nn.Module, str], str | None],
     ) -> None:
+        """Choose the linears that `match` accepts.
+
+        Args:
+            model: the model that `quantize_` is called with.
+            linears: as in `quantize_`, with patterns as a function.
+            declined: returns why the options `filter` and `ignore` leave a module of this name in 16 bits, or None.
+            device_of: returns the device that the weight of a linear will be on, for a model that is still to be
+                loaded. Nothing is logged then. None: the weight's device.
+            format_of: returns the format of a module of this name, None for 16 bits.
+        """
+        self._device_of = device_of or self._device_of
+        apart: dict[str, dict[str, None]] = defaultdict(dict)  # names of linears -> classes
         skipped: dict[str, list[str]] = defaultdict(list)
         tied = _tied_or_read(model)
         candidates: dict[nn.Linear, str] = {}
@@ -98,10 +91,11 @@ class DenseLinears(ExpertFamily):
                 asked = "it belongs to an encoder of images or sound"
             format = format_of(module, name) if asked is None else None
             if format is None:
-                self.skipped[name] = asked or "format is None for it"
+                self.skipped[module] = name, asked or "format is None for it"
                 continue
             reason = tied.get(module) or (_unfit_reason(module, BLOCK_FORMATS[format]) if linears is True else None)
             if reason is not None:
+                self.skipped[module] = name, reason
                 skipped[reason].append(name)
                 continue
             candidates[module], self._formats[module] = name, format
@@ -109,25 +103,23 @@ class DenseLinears(ExpertFamily):
             self._find_stacks(parent, candidates)
         if linears is True:
             for module, name in list(candidates.items()):
-                reason = why_slower(
-                    self._device_of(module), module.weight.dtype, self._rows_of_stack(module), module.in_features
-                )
+                size = self._rows_of_stack(module), module.in_features
+                reason = why_slower(self._device_of(module), module.weight.dtype, *size)
                 if reason is not None:
+                    self.skipped[module] = name, reason
                     skipped[reason].append(name)
-                    del candidates[module]
+                    del candidates[module], self._formats[module]
         for parent in model.modules():
-            self._find_shared_scales(parent, candidates)
-        self.skipped |= {name: reason for reason, names in skipped.items() for name in names}
+            self._find_shared_scales(parent, candidates, apart)
+        if device_of is not None:
+            return
         slower: dict[tuple[SlowerFrom, str], list[str]] = defaultdict(list)
         for module, name in candidates.items():
-            self._names[module] = name
             size = self._rows_of_stack(module), module.in_features
             packed_in = BLOCK_FORMATS[self._formats[module]]
             limit = slower_from(preferred_layout(self._device_of(module), *size, packed_in), *size, packed_in.name)
             if limit is not None:
                 slower[limit, packed_in.name].append(name)
-        if self._quiet:
-            return
         for (limit, format_name), names in slower.items():
             bits = 4 if format_name == NVFP4.name else 8
             _LOGGER.info(
@@ -138,7 +130,7 @@ class DenseLinears(ExpertFamily):
             )
         for reason, names in skipped.items():
             _LOGGER.info("stays 16-bit: %s: %s", shortened(names), reason)
-        for siblings, classes in self._apart.items():
+        for siblings, classes in apart.items():
             _LOGGER.info(
                 "computed one by one in eager mode: %s of %s, of which dense_names.READ_TOGETHER_BY does not say that"
                 " they read the same tensor",
@@ -148,34 +140,32 @@ class DenseLinears(ExpertFamily):
 
     def _find_stacks(self, parent: nn.Module, candidates: dict[nn.Linear, str]) -> None:
         """Find the children of a module that read the same rows, for one stacked weight."""
-        alike: dict[Any, list[str]] = defaultdict(list)
-        for name in read_together(type(parent)) if has_own_forward(parent) else ():
-            child = parent._modules.get(name)
-            if isinstance(child, nn.Linear) and child in candidates and self.blocker(child) is None:
-                kind_of = child.weight.dtype, self._device_of(child), child.bias is None, self._formats[child]
-                alike[child.in_features, kind_of].append(name)
-        for group in alike.values():
-            members: list[Any] = [parent._modules[name] for name in group]
-            if len(group) > 1 and len(set(members)) == len(group) and not any(m in self._stacks for m in members):
-                shared = _Stack(_stack_name(parent, group), group, [ref(member) for member in members])
-                self._stacks.update(dict.fromkeys(members, shared))
 
-    def _find_shared_scales(self, parent: nn.Module, candidates: dict[nn.Linear, str]) -> None:
+        def kind_of(child: Any) -> Any:
+            fits = child in candidates and self.blocker(child) is None
+            return (self._kind(child), child.bias is None) if fits else None
+
+        for group in _alike(parent, read_together(type(parent)) if has_own_forward(parent) else (), kind_of):
+            if not any(member in self._stacks for member in group.values()):
+                shared = _Stack(_stack_name(parent, [*group]), [*group], [*map(ref, group.values())])
+                self._stacks.update(dict.fromkeys(group.values(), shared))
+
+    def _find_shared_scales(
+        self, parent: nn.Module, candidates: dict[nn.Linear, str], apart: dict[str, dict[str, None]]
+    ) -> None:
         """Find the children of a module that this model computes one by one and engines merge, by their names."""
+
+        def kind_of(child: Any) -> Any:
+            alone = child in candidates and child not in self._stacks
+            return self._kind(child) if alone and self.blocker(child) is None else None
+
         for names in READ_TOGETHER:
-            alike: dict[Any, list[nn.Linear]] = defaultdict(list)
-            for name in names:
-                child = parent._modules.get(name)
-                alone = isinstance(child, nn.Linear) and child in candidates and child not in self._stacks
-                if isinstance(child, nn.Linear) and alone and self.blocker(child) is None:
-                    kind_of = child.in_features, child.weight.dtype, self._device_of(child), self._formats[child]
-                    alike[kind_of].append(child)
-            for members in alike.values():
-                if len(set(members)) > 1:
-                    self._shared_scales.update(
-                        dict.fromkeys(members, _SharedScale([ref(member) for member in members]))
-                    )
-                    self._apart[", ".join(names)].setdefault(type(parent).__name__)
+            for group in _alike(parent, names, kind_of):
+                self._shared_scales.update(dict.fromkeys(group.values(), _SharedScale([*map(ref, group.values())])))
+                apart[", ".join(names)].setdefault(type(parent).__name__)
+
+    def _kind(self, linear: nn.Linear) -> tuple[Any, ...]:
+        return linear.in_features, linear.weight.dtype, self._device_of(linear), self._formats[linear]
 
     def _rows_of_stack(self, module: nn.Linear) -> int:
         """Return the out_features of the stack that a linear is in; of the linear if it is in none."""
@@ -183,16 +173,14 @@ class DenseLinears(ExpertFamily):
         return module.out_features if group is None else sum(member.out_features for member in group.living_members())
 
     def match(self, module: nn.Module) -> bool:
-        return module in self._names
+        return module in self._formats
 
     def format_of(self, module: nn.Module) -> str:
         """Return the number format of a module that `match` accepts."""
         return self._formats[module]
 
     def match_quantized(self, module: nn.Module) -> bool:
-        return isinstance(module, NVFP4LinearPart) or (
-            isinstance(module, NVFP4Linear) and not isinstance(module, NVFP4LinearStack)
-        )
+        return is_packed_dense(module)
 
     def packed_together(self, module: nn.Module) -> list[nn.Module]:
         """Return the linears that are packed with this one, as one weight or with one global scale, and this one."""
@@ -200,22 +188,7 @@ class DenseLinears(ExpertFamily):
         return [module] if group is None else [*group.living_members()]
 
     def blocker(self, module: nn.Module) -> str | None:
-        known = next(cls for cls in (NVFP4LinearPart, NVFP4Linear, nn.Linear) if isinstance(module, cls))
-        if type(module) is not known:
-            return f"it is a {type(module).__name__}, not a {known.__name__} itself"
-        reason = instance_customization(module)
-        if reason is None and not has_own_forward(module):
-            reason = "its forward is wrapped or replaced"
-        if reason is None and known is not NVFP4LinearPart:
-            own = {nn.Linear: {"weight", "bias"}, NVFP4Linear: {"qdata", "scale", "global_scale", "bias"}}[known]
-            has = {*module._parameters, *module._buffers, *module._modules}
-            if has != own:
-                reason = f"it has the tensors or children {', '.join(sorted(has ^ own))} more or less than its class"
-        if reason is None:
-            for name, parameter in module._parameters.items():
-                if parameter is not None and type(parameter) is not nn.Parameter:
-                    reason = f"its {name} is a {type(parameter).__name__}, not a plain parameter"
-        return reason
+        return customization(module, hooked=True)
 
     def weights(self, module: nn.Module) -> list[tuple[nn.Parameter, Tensor]]:
         assert isinstance(module, nn.Linear)
@@ -225,9 +198,6 @@ class DenseLinears(ExpertFamily):
     def sizes(self, module: nn.Module, run: Quantization) -> list[tuple[int, int]]:
         assert isinstance(module, nn.Linear)
         return [(self._rows_of_stack(module), module.in_features)]
-
-    def check_parent(self, parent: nn.Module, module: nn.Module) -> None:
-        """Accept any parent: `choose` leaves the linears whose parents need them."""
 
     def convert(self, module: nn.Module, run: Quantization) -> nn.Module:
         assert isinstance(module, nn.Linear)
@@ -244,7 +214,7 @@ class DenseLinears(ExpertFamily):
                 pack = partial(group.pack, run.pack)
                 group.stack = NVFP4LinearStack.from_linear(*members, pack=pack, layout=run.layout)
                 copy_hook(group.stack, module)
-            new = NVFP4LinearPart(group.stack, [member() is module for member in group.members].index(True))
+            new = NVFP4LinearPart(group.stack, group.index(module))
             new.__dict__["stack_name"] = group.name
         return new.train(module.training)
 
@@ -276,27 +246,32 @@ def is_dense_layer(name: str, module: nn.Module) -> bool:
     return isinstance(module, nn.Linear) and not is_router(name) and not _ROUTER_CLASS.search(type(module).__name__)
 
 
-def _device_of_weight(module: nn.Module) -> torch.device:
-    weight: Any = module.weight
-    device: torch.device = weight.device
-    return device
+def _alike(parent: nn.Module, names: Iterable[str], kind_of: Callable[[Any], Any]) -> list[dict[str, Any]]:
+    """Return the children of these names in groups of one kind, by name: two or more different modules each.
+
+    A kind of None is of no group."""
+    found: dict[Any, dict[str, Any]] = defaultdict(dict)
+    for name in names:
+        child = parent._modules.get(name)
+        if child is not None and (kind := kind_of(child)) is not None:
+            found[kind][name] = child
+    return [group for group in found.values() if len(set(group.values())) == len(group) > 1]
 
 
 def join_read_together(model: nn.Module) -> None:
     """Replace the plain `NVFP4Linear`s that read the same rows by stacks, as `quantize_` does, exactly."""
     family = DenseLinears()
+
+    def kind_of(child: Any) -> Any:
+        if type(child) is not NVFP4Linear or family.blocker(child) is not None:
+            return None
+        dtype = None if child.bias is None else child.bias.dtype
+        layout = "auto" if child.auto_layout else child.layout  # "auto": the stack's size decides
+        return child.in_features, child.qdata.device, layout, dtype, child.format_name
+
     for parent in list(model.modules()):
-        alike: dict[Any, list[str]] = defaultdict(list)
-        for name in read_together(type(parent)) if has_own_forward(parent) else ():
-            child = parent._modules.get(name)
-            if type(child) is NVFP4Linear and family.blocker(child) is None:
-                dtype = None if child.bias is None else child.bias.dtype
-                layout = "auto" if child.auto_layout else child.layout  # "auto": the stack's size decides
-                alike[child.in_features, child.qdata.device, layout, dtype, child.format_name].append(name)
-        for group in alike.values():
-            linears: list[Any] = [parent._modules[name] for name in group]
-            if len(group) > 1 and len(set(linears)) == len(group):
-                _join(parent, group, linears)
+        for group in _alike(parent, read_together(type(parent)) if has_own_forward(parent) else (), kind_of):
+            _join(parent, [*group], [*group.values()])
 
 
 def _join(parent: nn.Module, names: list[str], linears: list[NVFP4Linear]) -> None:
@@ -320,16 +295,27 @@ def _join(parent: nn.Module, names: list[str], linears: list[NVFP4Linear]) -> No
         setattr(parent, name, part.train(linears[index].training))
 
 
-class _Stack:
+class _PackedTogether:
+    """Linears that are packed together, by references, because each 16-bit weight is freed once it is converted."""
+
+    def __init__(self, members: list[ReferenceType[nn.Linear]]) -> None:
+        self.members = members
+
+    def living_members(self) -> list[nn.Linear]:
+        return [member for reference in self.members if (member := reference()) is not None]
+
+    def index(self, linear: nn.Module) -> int:
+        return [member() is linear for member in self.members].index(True)
+
+
+class _Stack(_PackedTogether):
     """Linears that read the same rows: the name of their stack, their names and references in its order, and the stack
     once it is made."""
 
     def __init__(self, name: str, names: list[str], members: list[ReferenceType[nn.Linear]]) -> None:
-        self.name, self.names, self.members = name, names, members
+        super().__init__(members)
+        self.name, self.names = name, names
         self.stack: NVFP4LinearStack | None = None
-
-    def living_members(self) -> list[nn.Linear]:
-        return [member for reference in self.members if (member := reference()) is not None]
 
     def pack(self, pack: Callable[[Tensor], PackedWeight], weight: Tensor) -> PackedWeight:
         """Pack the stacked weight (1, N, K).
@@ -339,39 +325,37 @@ class _Stack:
         groups = sharing_scale(self.names)
         if len(groups) == 1:
             return pack(weight)
-        sizes = [member.out_features for member in self.living_members()]
-        rows, parts = weight[0].split(sizes), dict[int, PackedWeight]()
+        rows = weight[0].split([member.out_features for member in self.living_members()])
+        parts: dict[int, PackedWeight] = {}
         for positions in groups:
-            whole, begin = pack(torch.cat([rows[position] for position in positions])[None]).to_layout(LINEAR), 0
-            for position in positions:
-                parts[position] = whole.rows(slice(begin, begin := begin + sizes[position]))
-        return PackedWeight.concatenate(*(parts[position] for position in range(len(sizes))))
+            parts |= zip(positions, _packed_as_one(pack, [rows[at] for at in positions]), strict=True)
+        return PackedWeight.concatenate(*(parts[at] for at in range(len(rows))))
 
 
-class _SharedScale:
+class _SharedScale(_PackedTogether):
     """Linears with separate weights that share a global scale, because engines merge them.
 
     Examples are DeepSeek's q_a_proj and kv_a_proj_with_mqa, and q, k and v of an attention that calls them in branches.
     """
 
     def __init__(self, members: list[ReferenceType[nn.Linear]]) -> None:
-        self.members = members
+        super().__init__(members)
         self._packed: dict[int, PackedWeight] = {}
 
-    def living_members(self) -> list[nn.Linear]:
-        return [member for reference in self.members if (member := reference()) is not None]
-
     def pack(self, own: nn.Linear, pack: Callable[[Tensor], PackedWeight], weight: Tensor) -> PackedWeight:
-        """Return the packed weight (1, N, K) of one member.
-
-        The first call packs all members, because each 16-bit weight is freed once its linear is converted."""
+        """Return the packed weight (1, N, K) of one member; the first call packs all members."""
         if not self._packed:
-            living = [(at, member) for at, reference in enumerate(self.members) if (member := reference()) is not None]
-            whole, begin = pack(torch.cat([member.weight.detach() for _, member in living])[None]).to_layout(LINEAR), 0
-            for at, member in living:
-                part = whole.rows(slice(begin, begin := begin + member.out_features))
-                self._packed[at] = part.with_tensors(tensor.clone() for tensor in part.tensors())
-        return self._packed.pop([member() is own for member in self.members].index(True))
+            living = self.living_members()
+            parts = _packed_as_one(pack, [member.weight.detach() for member in living])
+            for member, part in zip(living, parts, strict=True):
+                self._packed[self.index(member)] = part.with_tensors(tensor.clone() for tensor in part.tensors())
+        return self._packed.pop(self.index(own))
+
+
+def _packed_as_one(pack: Callable[[Tensor], PackedWeight], weights: list[Tensor]) -> list[PackedWeight]:
+    """Return the packed weights (1, N, K) of weights (N, K), with the global scale of all of them."""
+    whole, begin = pack(torch.cat(weights)[None]).to_layout(LINEAR), 0
+    return [whole.rows(slice(begin, begin := begin + len(weight))) for weight in weights]
 
 
 def _stack_name(parent: nn.Module, names: list[str]) -> str:

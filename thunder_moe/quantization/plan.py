@@ -231,14 +231,7 @@ def replace_module(
     replace: Callable[[nn.Module, ExpertFamily], nn.Module],
     label: str,
 ) -> nn.Module:
-    """Puts `replace(module, family)` into each of the parents, and logs its sizes.
-
-    Args:
-        module: the module to replace.
-        target: its qualified name and family.
-        parents: of the module, each with the module's name in it.
-        replace: makes the new module.
-        label: beginning of the line in the log.
+    """Put `replace(module, family)` into each of the parents, by the module's name in it, and log its sizes.
 
     Returns:
         The new module.

@@ -124,9 +124,9 @@ def quantize_(
     quantizes the rest.
     """
     with exclusive(model):
-        options: dict[str, Any] = dict(filter=filter, ignore=ignore, linears=linears, layout=layout)
-        options["scale_search"] = scale_search
-        choose_modules(model, format=format, **options).quantize_modules()
+        choose_modules(
+            model, format, filter=filter, ignore=ignore, linears=linears, scale_search=scale_search, layout=layout
+        ).quantize_modules()
     return model
 
 
@@ -148,22 +148,15 @@ def plan_quantization(
     ``plan.apply()`` does it.
 
     Args:
-        model: as in `quantize_`.
-        format: as in `quantize_`.
-        filter: as in `quantize_`.
-        ignore: as in `quantize_`.
-        linears: as in `quantize_`.
-        scale_search: as in `quantize_`.
-        layout: as in `quantize_`.
+        model, format, filter, ignore, linears, scale_search, layout: as in `quantize_`.
 
     Raises:
-        ValueError: as `quantize_`.
-        TypeError: as `quantize_`.
+        ValueError, TypeError: as `quantize_`.
     """
     with exclusive(model):
-        options: dict[str, Any] = dict(filter=filter, ignore=ignore, linears=linears, layout=layout)
-        options["scale_search"] = scale_search
-        return choose_modules(model, format=format, **options).describe()
+        return choose_modules(
+            model, format, filter=filter, ignore=ignore, linears=linears, scale_search=scale_search, layout=layout
+        ).describe()
 
 
 def dequantize_(model: Model) -> Model:
@@ -182,49 +175,46 @@ def dequantize_(model: Model) -> Model:
 @torch.inference_mode(False)
 @torch.no_grad()
 def dequantize_with_(model: Model, needed: Mapping[str, nn.Module], *, only_needed: bool = False) -> Model:
-    """Runs `dequantize_`, with a ValueError before any change if one of `needed` (4-bit linears, by name) would stay.
+    """Run `dequantize_`, with a ValueError before any change if one of `needed` (4-bit linears, by name) would stay.
 
     With `only_needed` all other modules stay 4-bit."""
     with exclusive(model):
-        return _dequantize(model, needed, only_needed)
+        families: list[ExpertFamily] = [*families_of(model), DenseLinears()]
+        chosen: Targets = {}
+        skipped: Skipped = {}
+        wrapped = wrapped_modules(model)
 
+        def visit(module: nn.Module, name: str) -> bool:
+            family = next((family for family in families if family.match_quantized(module)), None)
+            if family is not None and only_needed and module not in needed.values():
+                return False
+            if family is not None:
+                choose_or_skip(module, Target(name, family), wrapped, chosen, skipped)
+            return family is not None
 
-def _dequantize(model: Model, needed: Mapping[str, nn.Module], only_needed: bool = False) -> Model:
-    families: list[ExpertFamily] = [*families_of(model), DenseLinears()]
-    chosen: Targets = {}
-    skipped: Skipped = {}
-    wrapped = wrapped_modules(model)
-
-    def visit(module: nn.Module, name: str) -> bool:
-        family = next((family for family in families if family.match_quantized(module)), None)
-        if family is not None and only_needed and module not in needed.values():
-            return False
-        if family is not None:
-            choose_or_skip(module, Target(name, family), wrapped, chosen, skipped)
-        return family is not None
-
-    walk(model, visit)
-    for module in list(chosen):
-        if has_hook(module) and any(buffer.is_meta for buffer in module.buffers()):
-            skipped[module] = chosen.pop(module).name, "its weights are offloaded"
-    for whole, (where, reason) in list(skipped.items()):
-        for module in whole.modules():
-            if module in chosen:
-                skipped[module] = chosen.pop(module).name, f"it is a part of {where!r}, which stays 4-bit: {reason}"
-    if not chosen and not skipped:
-        raise ValueError(f"model: found no NVFP4 modules in {type(model).__name__}, nothing to dequantize")
-    refuse_root(model, chosen)
-    replaced = {part for module in chosen for part in module.modules()}
-    for name, linear in needed.items():
-        if linear not in replaced:
-            why = next((reason for whole, (_, reason) in skipped.items() if linear in whole.modules()), "it is unknown")
-            raise ValueError(f"model: {name} cannot be replaced by a 16-bit module: {why}")
-    report_skipped(model, chosen, skipped, "4-bit")
-    memo: dict[Any, Any] = {}
-    swap(model, chosen, lambda module, family: family.restore(module, memo), "dequantizing")
-    for family in families:
-        family.finish(model)
-    return model
+        walk(model, visit)
+        for module in list(chosen):
+            if has_hook(module) and any(buffer.is_meta for buffer in module.buffers()):
+                skipped[module] = chosen.pop(module).name, "its weights are offloaded"
+        for whole, (where, reason) in list(skipped.items()):
+            for module in whole.modules():
+                if module in chosen:
+                    skipped[module] = chosen.pop(module).name, f"it is a part of {where!r}, which stays 4-bit: {reason}"
+        if not chosen and not skipped:
+            raise ValueError(f"model: found no NVFP4 modules in {type(model).__name__}, nothing to dequantize")
+        refuse_root(model, chosen)
+        replaced = {part for module in chosen for part in module.modules()}
+        for name, linear in needed.items():
+            if linear not in replaced:
+                reasons = (reason for whole, (_, reason) in skipped.items() if linear in whole.modules())
+                why = next(reasons, "it is unknown")
+                raise ValueError(f"model: {name} cannot be replaced by a 16-bit module: {why}")
+        report_skipped(model, chosen, skipped, "4-bit")
+        memo: dict[Any, Any] = {}
+        swap(model, chosen, lambda module, family: family.restore(module, memo), "dequantizing")
+        for family in families:
+            family.finish(model)
+        return model
 
 
 @torch.inference_mode(False)

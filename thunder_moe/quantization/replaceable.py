@@ -1,6 +1,6 @@
 """Checks that a module may be replaced by its 4-bit or 16-bit form: one without hooks, wrappers or extra tensors.
-Called by choose, grouped_experts and integrations.huggingface; calls nn for its classes, and knows how accelerate
-wraps a forward.
+Called by choose, dense_linears, grouped_experts, finetune.lora and integrations.huggingface; calls nn for its classes,
+and knows how accelerate wraps a forward.
 """
 
 from __future__ import annotations
@@ -12,24 +12,29 @@ from typing import Any
 from torch import nn
 from torch.nn.utils import parametrize
 
-from thunder_moe.nn import GroupedLinear, GroupedSwiGLU, NVFP4GroupedLinear, NVFP4GroupedSwiGLU
+from thunder_moe.nn import GroupedLinear, GroupedSwiGLU, NVFP4GroupedLinear, NVFP4GroupedSwiGLU, NVFP4Linear
+from thunder_moe.nn.linear import NVFP4LinearPart
 from thunder_moe.nn.lora import LoRALinear, NVFP4LoRAGroupedLinear
 from thunder_moe.training import GroupedMLP, NVFP4GroupedMLP
 
 __all__ = ["customization", "has_hook", "has_own_forward", "instance_customization", "wrapped_modules"]
 
-# Module class of this package -> its children, parameters and buffers; `_FORWARDS`: its forward.
+# Module class -> its children, parameters and buffers; `_FORWARDS`: its forward.
 _PROJECTIONS = dict.fromkeys(("gate_proj", "up_proj", "down_proj"), GroupedLinear)
 _PACKED = dict.fromkeys(("gate_up_proj", "down_proj"), NVFP4GroupedLinear)
+_PACKED_TENSORS = ("qdata", "scale", "global_scale")
 _PARTS: dict[type[nn.Module], tuple[dict[str, type[nn.Module]], tuple[str, ...], tuple[str, ...]]] = {
     GroupedLinear: ({}, ("weight", "bias"), ()),
     GroupedSwiGLU: ({**_PROJECTIONS}, (), ()),
     GroupedMLP: (dict(gate_up_proj=GroupedLinear, activation=nn.Module, down_proj=GroupedLinear), (), ()),
     # merge_lora_ makes these 16-bit. Listed before their base class, because the first match counts.
-    NVFP4LoRAGroupedLinear: (dict(lora_A=nn.Module, lora_B=nn.Module), ("bias",), ("qdata", "scale", "global_scale")),
-    NVFP4GroupedLinear: ({}, ("bias",), ("qdata", "scale", "global_scale")),
+    NVFP4LoRAGroupedLinear: (dict(lora_A=nn.Module, lora_B=nn.Module), ("bias",), _PACKED_TENSORS),
+    NVFP4GroupedLinear: ({}, ("bias",), _PACKED_TENSORS),
     NVFP4GroupedSwiGLU: ({**_PACKED}, (), ()),
     NVFP4GroupedMLP: ({**_PACKED, "activation": nn.Module}, (), ()),
+    nn.Linear: ({}, ("weight", "bias"), ()),
+    NVFP4Linear: ({}, ("bias",), _PACKED_TENSORS),
+    NVFP4LinearPart: ({}, (), ()),
 }
 _FORWARDS = {cls: cls.forward for cls in _PARTS}
 _HOOKS = {
@@ -44,8 +49,10 @@ _HOOKS = {
 }
 
 
-def customization(module: nn.Module) -> str | None:
-    """Return how a module of this package (or of a subclass) is customized; None if it is not.
+def customization(module: nn.Module, *, hooked: bool = False) -> str | None:
+    """Return how a module of `_PARTS` (or of a subclass) is customized; None if it is not.
+
+    With `hooked` a hook of accelerate's is none, because the caller copies it.
 
     Checks in this order: parametrizations, the class, hooks, methods or a forward of the instance's own, tensors and
     children that the class does not have or that are of another type; then the children likewise.
@@ -63,7 +70,7 @@ def customization(module: nn.Module) -> str | None:
     reason = instance_customization(module)
     if reason is not None:
         return reason
-    if not has_own_forward(module) or has_hook(module):
+    if not has_own_forward(module) or (has_hook(module) and not hooked):
         return "its forward is wrapped or replaced"
     children, parameters, buffers = _PARTS[known]
     for kind, wanted, has in (
@@ -99,7 +106,7 @@ def instance_customization(module: nn.Module) -> str | None:
     `has_own_forward` checks the forward."""
     if parametrize.is_parametrized(module):
         return f"its {_listed(module.parametrizations)} is parametrized"
-    if vars(module).get("_sharding") is not None:  # parallel.shards
+    if any(vars(part).get("_sharding") is not None for part in module.modules()):  # parallel.shards
         return "its weight is cut over ranks: call it before parallelize_module"
     hooks = {text: None for name, text in _HOOKS.items() if getattr(module, name, None)}
     if hooks:

@@ -196,3 +196,18 @@ def attempt(path, config, on_load, format="nvfp4"):
     except ValueError as error:
         return str(error)
     return None
+
+
+def prepared(path, config):
+    """The error of `prepare_qat_` for a model that processes share."""
+    from transformers import AutoModelForCausalLM
+    from transformers.distributed import DistributedConfig
+
+    from thunder_moe import prepare_qat_
+
+    model = AutoModelForCausalLM.from_pretrained(path, distributed_config=DistributedConfig(**config))
+    try:
+        prepare_qat_(model)
+    except ValueError as error:
+        return str(error)
+    return logits_of(model)

@@ -274,6 +274,14 @@ def test_parts_of_blocks_are_refused(on_load, plain, ranks):
 
 
 @needs_sharding
+@pytest.mark.parametrize("layout", ["tp", "all_reduce"])
+def test_training_for_4_bits_refuses_parts_of_weights(layout, plain, ranks):
+    path, _ = plain("qwen3_moe")
+    for message in ranks(2)(jobs.prepared, path, LAYOUTS[layout]):
+        assert "wanted whole weights" in message
+
+
+@needs_sharding
 @pytest.mark.parametrize("on_load", [False, True], ids=["after", "on_load"])
 def test_one_process_with_nan_stops_all(on_load, plain, ranks, tmp_path):
     model = tiny_model("qwen3_moe")

@@ -283,6 +283,24 @@ def test_damaged_adapters_change_nothing(change, what, tmp_path):
     assert not lora_linears(other)
 
 
+@pytest.mark.parametrize(
+    ("per_expert", "key", "other"),
+    [
+        (False, "experts.lora_{}.weight", "experts.lora_{}.default.weight"),
+        (True, "experts.1.gate_proj.lora_{}.weight", "experts.1.w1.lora_{}.weight"),
+    ],
+)
+def test_two_names_of_one_tensor_are_refused(per_expert, key, other, tmp_path):
+    model = adapted("qwen3_moe")
+    lora_files.save_lora(model, tmp_path, per_expert=per_expert)
+    file, layer = tmp_path / lora_files.WEIGHTS, "base_model.model.model.layers.1.mlp"
+    tensors = load_file(file)
+    again = {f"{layer}.{other.format(each)}": 2 * tensors[f"{layer}.{key.format(each)}"] for each in "AB"}
+    save_file(tensors | again, file)
+    with pytest.raises(ValueError, match="two tensors .*, under two names, wanted one"):
+        lora_files.load_lora_(model, tmp_path)
+
+
 def test_a_negative_alpha_subtracts_everywhere(tmp_path):
     model, other = adapted("qwen3_moe"), quantize_(tiny_model("qwen3_moe"))
     add_lora_(other, 4, -8)

@@ -14,9 +14,10 @@ from safetensors.torch import load_file, save_file
 from tiny_models import tiny_model, tokens
 
 from thunder_moe import dequantize_, load_checkpoint, quantize_, save_checkpoint
-from thunder_moe.finetune.lora import add_lora_, is_dense, lora_linears, lora_parameters, remove_lora_, use_lora_
+from thunder_moe.finetune.lora import add_lora_, lora_linears, lora_parameters, remove_lora_, use_lora_
 from thunder_moe.finetune.merge import merge_lora_
 from thunder_moe.integrations.huggingface.lora_files import load_lora_, save_lora
+from thunder_moe.nn.linear import is_packed_dense
 
 peft = pytest.importorskip("peft")
 
@@ -144,7 +145,7 @@ def test_4_bit_attention(config, tmp_path):
     torch.manual_seed(0)
     model = get_peft_model(quantized(), peft.LoraConfig(r=4, lora_alpha=8, **options))
     randomize(model)
-    adapted = {name for name, linear in lora_linears(model.get_base_model()).items() if is_dense(linear)}
+    adapted = {name for name, linear in lora_linears(model.get_base_model()).items() if is_packed_dense(linear)}
     ends = {"with experts": ("q_proj", "v_proj"), "alone": ("q_proj", "o_proj")}.get(config)
     assert {name.rpartition(".")[2] for name in adapted} == {*(ends or ("q_proj", "k_proj", "v_proj", "o_proj"))}
     assert all("layers.1." in name for name in adapted) == (config == "alone")
@@ -207,7 +208,7 @@ def test_stock_all_linear_does_not_leave_4_bit_layers_out(name, make):
     ours = get_peft_model(model, peft.LoraConfig(target_modules="all-linear"))
     assert relative_error(ours(tokens()).logits, logits) < 1e-5
     linears = set(lora_linears(model).values())
-    assert linears >= {module for module in model.modules() if is_dense(module)}
+    assert linears >= {module for module in model.modules() if is_packed_dense(module)}
     assert linears
 
 

@@ -192,7 +192,7 @@ def test_weights_are_loaded_in_the_layout_that_their_device_prefers(tmp_path, ti
     save_checkpoint(model, tmp_path / "saved")
     del tiles[:]
     loaded = load_checkpoint(tmp_path / "saved")
-    found = [(linear.layout, linear.nvfp4_weight.layout) for linear in loaded.modules() if hasattr(linear, "qdata")]
+    found = [(linear.layout, linear.packed_weight.layout) for linear in loaded.modules() if hasattr(linear, "qdata")]
     assert found
     assert set(found) == {("tiled_64x64", "tiled_64x64")}
     assert set(tiles) == {("cpu", 128, 128), ("cpu", 128, 64)}

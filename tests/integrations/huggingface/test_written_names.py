@@ -293,7 +293,7 @@ def test_linears_that_engines_merge_and_the_model_does_not_share_a_scale(name):
         quantize_(model, linears=lambda _, path, taken=taken: path.endswith(taken) and "layers.1." in path)
         whole = quantize(torch.cat([own.get_submodule(child).weight for child in taken])[None].detach())
         parts = [
-            model.model.layers[1].self_attn.get_submodule(child).nvfp4_weight.to_layout("linear") for child in taken
+            model.model.layers[1].self_attn.get_submodule(child).packed_weight.to_layout("linear") for child in taken
         ]
         assert torch.equal(torch.cat([part.qdata for part in parts], 1), whole.qdata)
         assert torch.equal(bits(torch.cat([bits(part.scale) for part in parts], 1)), bits(whole.scale))

@@ -172,7 +172,7 @@ def test_weights_that_change_are_seen(chains):
     before, other = block(x), make_block()[0]
     own = copy.deepcopy(block.state_dict())
     experts = block.experts
-    experts.gate_up_proj.set_weight(other.experts.gate_up_proj.nvfp4_weight)
+    experts.gate_up_proj.set_weight(other.experts.gate_up_proj.packed_weight)
     assert not torch.equal(block(x), before)
     assert torch.equal(block(x), by_functions(block, x))
     block.load_state_dict(own)
@@ -288,7 +288,7 @@ def test_dense_layers(chains):
         layer(x)
         assert torch.equal(layer(x), by_functions(layer, x))
     x = torch.randn(1, 64, dtype=BF16)
-    layer.set_weight(other.nvfp4_weight)
+    layer.set_weight(other.packed_weight)
     layer.bias = other.bias
     assert torch.equal(layer(x), other(x))
     layer.bias = None
@@ -316,6 +316,6 @@ def test_stacks_share_a_call(chains):
     x += 1
     stack.bias += 1
     assert all(map(torch.equal, parent(x), expected()))
-    stack.set_weight(stack_of(32, 16, 16)[0].nvfp4_weight)
+    stack.set_weight(stack_of(32, 16, 16)[0].packed_weight)
     assert all(map(torch.equal, parent(x), expected()))
     assert torch.equal(parent[2](x), expected()[1])

@@ -22,7 +22,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from thunder_moe.finetune.lora import add_by_name_, is_dense, lora_linears, scaling_of, use_lora_
+from thunder_moe.finetune.lora import add_by_name_, lora_linears, scaling_of, use_lora_
 from thunder_moe.integrations.huggingface.lora_files import (
     CONFIG,
     FOREIGN,
@@ -39,6 +39,7 @@ from thunder_moe.integrations.huggingface.lora_files import (
     write_adapter,
 )
 from thunder_moe.integrations.huggingface.lora_targets import Target, is_named, is_of_4_bits, targets
+from thunder_moe.nn.linear import is_packed_dense
 from thunder_moe.nn.lora import LoRASpec
 from thunder_moe.nn.packed import PackedModule
 
@@ -323,7 +324,7 @@ def _is_module(key: str, config: Any, layer: Any = None, model: Any = None) -> b
 
     if _is_all_linear(config):  # not for routers that derive from nn.Linear: PEFT's forward fails at their tuples
         head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
-        wanted = (type(layer) is nn.Linear or is_dense(layer)) and layer is not head
+        wanted = (type(layer) is nn.Linear or is_packed_dense(layer)) and layer is not head
     else:
         wanted = match(config.target_modules or ())
     return wanted and not match(getattr(config, "exclude_modules", None) or ())

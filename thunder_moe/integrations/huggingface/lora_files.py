@@ -253,7 +253,10 @@ def read_adapter(
         if match is None or block is None:
             rest[key] = tensor
             continue
-        by_block.setdefault(block, {})[inside, match[1]] = tensor.float()
+        given = by_block.setdefault(block, {})
+        if (inside, match[1]) in given:
+            raise ValueError(f"path: {path / WEIGHTS} has two tensors of {key}, under two names, wanted one")
+        given[inside, match[1]] = tensor.float()
         places[block] = name.removesuffix(inside).rstrip(".")
     for block, given in by_block.items():
         for target, adapter in _decode(blocks[block], given, config, places[block]):
@@ -373,8 +376,10 @@ def _decode_per_expert(
         expert, _, name = inside.partition(".")
         if name not in _PARTS:
             raise ValueError(f"path: {block} has an adapter of {inside!r}, wanted one of {tuple(_PARTS)}")
-        tensors.setdefault((_PARTS[name], each), {})[int(expert)] = tensor
-        names[_PARTS[name]] = name
+        by_expert = tensors.setdefault((_PARTS[name], each), {})
+        if int(expert) in by_expert:
+            raise ValueError(f"path: {block} has two tensors lora_{each} of {inside}, under two names, wanted one")
+        by_expert[int(expert)], names[_PARTS[name]] = tensor, name
     if (0 in names) != (1 in names):
         raise ValueError(f"path: {block} has an adapter of gate_proj or up_proj alone, wanted both or neither")
     found: dict[int, Adapter] = {}

@@ -10,8 +10,9 @@ from typing import Any
 
 from torch import nn
 
-from thunder_moe.finetune.lora import is_dense, lora_linears
+from thunder_moe.finetune.lora import lora_linears
 from thunder_moe.integrations.huggingface.experts import NVFP4Experts
+from thunder_moe.nn.linear import is_packed_dense
 
 __all__ = ["PREFIX", "Target", "blocks_of", "is_named", "is_of_4_bits", "place_of", "refuse_left_out", "targets"]
 
@@ -66,7 +67,7 @@ def targets(model: nn.Module) -> list[Target]:
                 interleaved = form.interleaved and own == "gate_up_proj"
                 place, linear = f"{name}.{own}", getattr(module, own)
                 found.append(Target(f"{name}.{parameter}", place, linear, name, module, swapped, interleaved))
-        elif is_dense(module):
+        elif is_packed_dense(module):
             dense.append(Target(name, name, module))
     return found + dense
 
