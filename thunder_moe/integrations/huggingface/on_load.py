@@ -214,15 +214,16 @@ class _Unit:
         module, name = self.waiting[full_name]
         parameter, sharding = module.get_parameter(name), sharding_of(module)
         wanted, tensor = local_of(parameter).shape, local_of(tensor)
+        where, problem = f"model: {full_name.rpartition('.')[0]!r}", None
         if tensor.shape != wanted:
-            raise ValueError(
-                f"checkpoint: {full_name} has shape {tuple(tensor.shape)}, the model's has {tuple(wanted)}"
-            )
-        if name in (*_WEIGHTS, "weight"):
+            where = f"checkpoint: {full_name}"
+            problem = f"has shape {tuple(tensor.shape)}, the model's has {tuple(wanted)}"
+        elif name in (*_WEIGHTS, "weight"):
             problem = non_finite_problem(tensor, all_experts=sharding is None)
-            problem = problem if sharding is None else sharding.problem_on_any_rank(problem)
-            if problem is not None:
-                raise ValueError(f"model: {full_name.rpartition('.')[0]!r} {problem}")
+        if sharding is not None:  # of experts that do not divide one process may have too many, and the others wait
+            problem = sharding.problem_on_any_rank(problem)
+        if problem is not None:
+            raise ValueError(f"{where} {problem}")
         if name in _WEIGHTS:
             pack_ahead(module, name, tensor, self._run.memo, self._run.for_module(module).pack, self._run.layout)
             self.started = True
