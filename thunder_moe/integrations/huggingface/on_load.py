@@ -26,11 +26,10 @@ from thunder_moe.integrations.huggingface.experts import NVFP4Experts, pack_ahea
 from thunder_moe.integrations.huggingface.families import TransformersExperts
 from thunder_moe.integrations.huggingface.forms import require_form, stored_weights
 from thunder_moe.integrations.huggingface.loading import PackedQuantizer, mark_initialized
-from thunder_moe.integrations.huggingface.offload import Offloaded, separate
+from thunder_moe.integrations.huggingface.offload import Offloaded
 from thunder_moe.integrations.huggingface.saving import forget_quantization
 from thunder_moe.integrations.huggingface.sharded_forward import local_of, sharding_of
 from thunder_moe.integrations.huggingface.sharding import refuse_parallel
-from thunder_moe.nn.linear import NVFP4LinearPart
 from thunder_moe.nn.packed import PackedModule
 from thunder_moe.quantization.choose import choose_modules, non_finite_problem
 from thunder_moe.quantization.dense_linears import DenseLinears
@@ -108,7 +107,6 @@ class _Load:
         refuse_parallel(model)
         self.model, self.config, self.device_map = model, config, device_map or {"": "cpu"}
         self.units: dict[str, _Unit] = {}
-        self.replaced = False
         self._offloaded: list[Offloaded] = []
         with torch.inference_mode(False), torch.no_grad():
             plan = choose_modules(model, **config.options(), device_of=self._device_of(model))
@@ -117,12 +115,15 @@ class _Load:
         tied = {*model.all_tied_weights_keys, *model.all_tied_weights_keys.values()}
         done: set[nn.Module] = set()
         for module, place in chosen.items():
-            together = place.family.packed_together(module) if isinstance(place.family, DenseLinears) else [module]
-            members = [(member, chosen[member]) for member in together]
+            together = [module]
+            if isinstance(place.family, DenseLinears):
+                if self._waits(place.name):  # offloading a stack would take the tensors of its parts away
+                    place.family.unstack(module)
+                together = place.family.packed_together(module)
             if module in done or not isinstance(place.family, DenseLinears | TransformersExperts):
                 continue
             done.update(together)
-            unit = _Unit(model, members, run)
+            unit = _Unit(model, [(member, chosen[member]) for member in together], run)
             # What is not certain, or not of the dtype that transformers is going to load it in, is quantized later.
             ahead = not tied.intersection(unit.waiting) and all(places[member] == 1 for member in together)
             if ahead and all(parameter.dtype == dtype for parameter in unit.parameters()):
@@ -147,6 +148,8 @@ class _Load:
 
     def _waits(self, name: str) -> str | None:
         """Return where an offloaded module or parameter waits, "cpu" or "disk"; None if it is not offloaded."""
+        if isinstance(self.device_map, str):
+            return None
         device = str(get_device(self.device_map, name))
         return device if device == "disk" or (device == "cpu" and self._main.type != "cpu") else None
 
@@ -156,11 +159,9 @@ class _Load:
         files: dict[str, Tensor] = {}
         unit.take(name, tensor.to(self.device(name)))
         if not unit.waiting:
-            places = unit.replace(separately=waits is not None)
-            self.replaced = True
-            for parent, key, module_name in places if waits is not None else ():
-                self._offloaded.append(Offloaded(parent, key, module_name, on_disk=waits == "disk"))
-                files |= self._offloaded[-1].files()
+            names = unit.replace()
+            for each in names if waits else ():
+                self._offloaded.append(Offloaded(self.model, each, files if waits == "disk" else None))
         return files
 
     def replace_started(self) -> None:
@@ -170,12 +171,12 @@ class _Load:
         for unit in dict.fromkeys(self.units.values()):
             if unit.started:
                 unit.replace()
-                self.replaced = True
 
     def quantize_rest(self) -> None:
         """Quantize what was not chosen ahead."""
         with torch.inference_mode(False), torch.no_grad():
-            plan = choose_modules(self.model, **self.config.options(), required=not self.replaced)
+            replaced = any(unit.replaced for unit in self.units.values())
+            plan = choose_modules(self.model, **self.config.options(), required=not replaced)
         if plan.chosen:
             plan.quantize_modules()
 
@@ -185,7 +186,8 @@ class _Unit:
 
     Attributes:
         waiting: full names of the parameters that are not loaded yet -> module and name there.
-        started: whether a weight has been packed, and not all are there.
+        started: whether a weight of experts has been packed.
+        replaced: whether the modules are.
         bytes_per_weight: of a packed weight with its share of a scale.
     """
 
@@ -193,7 +195,7 @@ class _Unit:
         self._model, self._members = model, members
         self._run = Quantization(run.pack, run.layout, packs=run.packs)  # with a memo of its own: see `pack_ahead`
         self.bytes_per_weight = FORMATS[members[0][1].format].bits_per_weight / 8  # those of one weight have one format
-        self.started = False
+        self.started = self.replaced = False
         self.waiting: dict[str, tuple[nn.Module, str]] = {}
         for module, place in members:
             names = (
@@ -235,35 +237,22 @@ class _Unit:
 
     @torch.inference_mode(False)
     @torch.no_grad()
-    def replace(self, *, separately: bool = False) -> list[tuple[nn.Module, str, str]]:
-        """Replace the modules, `separately` with nothing shared between them.
-
-        Returns:
-            Of each its parent, its name there and its full name.
-        """
+    def replace(self) -> list[str]:
+        """Replace the modules; return their full names."""
 
         def convert(module: nn.Module, family: ExpertFamily) -> nn.Module:
             return family.convert(module, self._run.for_module(module))
 
-        places: list[tuple[nn.Module, str, str]] = []
+        names = [place.name for _, place in self._members]
         for module, place in self._members:
             path, _, key = place.name.rpartition(".")
             parent = self._model.get_submodule(path)
             new = replace_module(module, place, [(parent, key)], convert, "quantizing")
-            packed = (
-                each for each in (*new.modules(), *parent.children()) if isinstance(each, PackedModule | NVFP4Experts)
-            )
-            mark_initialized(*packed)
-            places.append((parent, key, place.name))
-        for parent, key, _ in places if separately else ():
-            each = parent._modules[key]
-            if isinstance(each, NVFP4LinearPart):
-                linear = separate(each)
-                mark_initialized(linear)
-                self._members[0][1].family.put(parent, key, linear)
+            packed = (*new.modules(), *parent.children())
+            mark_initialized(*(each for each in packed if isinstance(each, PackedModule | NVFP4Experts)))
         self._members, self._run.memo = [], {}
-        self.started = False
-        return places
+        self.started, self.replaced = False, True
+        return names
 
 
 class _Quantize(ConversionOps):
