@@ -26,7 +26,8 @@ from thunder_moe.nn.lora import (
     NVFP4LoRALinearPart,
     read_record,
 )
-from thunder_moe.quantization.replaceable import has_hook, has_own_forward, instance_customization
+from thunder_moe.quantization.accelerate_hooks import set_class
+from thunder_moe.quantization.replaceable import has_own_forward, instance_customization
 from thunder_moe.selection import Names, Selection, Selector, require_matches, select
 from thunder_moe.training import GroupedMLP, NVFP4GroupedMLP, ScaledSwiGLU
 
@@ -48,7 +49,6 @@ __all__ = [
     "restore_adapters_",
     "restore_base_class",
     "scaling_of",
-    "set_class",
     "stored_adapters",
     "use_lora_",
     "weight_of",
@@ -434,21 +434,6 @@ def restore_base_class(linear: Any) -> None:
     set_class(linear, _BASE[type(linear)])  # first: after an interruption the linear still works
     for name in ADAPTER_ATTRIBUTES:
         delattr(linear, name)
-
-
-def set_class(module: nn.Module, cls: type[nn.Module]) -> None:
-    """Change the class of a module; accelerate's hook on it then wraps the forward of that class.
-
-    The module stays the same object, as in torch's `register_parametrization` and `fully_shard`: the model itself may
-    be a linear, a stack knows its parts, and callers hold linears whose adapters come, merge and go.
-    """
-    if not has_hook(module):
-        module.__class__ = cls
-        return
-    from thunder_moe.quantization.accelerate_hooks import unhooked
-
-    with unhooked(module):
-        module.__class__ = cls
 
 
 def require_lora(model: nn.Module) -> dict[str, Any]:
