@@ -39,7 +39,7 @@ from thunder_moe.nn.quantized import calls_only_its_class
 from thunder_moe.ops.operator import operator_for
 from thunder_moe.quantization.accelerate_hooks import HOOK_ATTRIBUTES, copy_hook
 from thunder_moe.quantization.families import weight_key
-from thunder_moe.quantization.replaceable import has_own_forward
+from thunder_moe.quantization.replaceable import has_hook, has_own_forward
 
 if TYPE_CHECKING:
     from thunder_moe.integrations.huggingface.routers import RowOrders
@@ -121,7 +121,8 @@ class NVFP4Experts(nn.Module):
                 have its sizes, or a bias is missing or too many.
         """
         form = require_form(hf_experts_module)
-        _require_plain(hf_experts_module)
+        if (reason := not_plain_experts(hf_experts_module)) is not None:
+            raise ValueError(f"hf_experts_module: cannot replace this {type(hf_experts_module).__name__}: {reason}")
         stored = [*stored_weights(hf_experts_module, form).values()]
         linears = []
         for name, weight, (old, view) in zip(
@@ -169,7 +170,8 @@ class NVFP4Experts(nn.Module):
         except KeyError:  # parametrized
             biases = self.gate_up_bias, self.down_bias
         form = self.form
-        if form.swiglu is not None and not form.post_norm and all(map(_is_plain, (first, second))):
+        plain = calls_only_its_class(first, NVFP4GroupedLinear) and calls_only_its_class(second, NVFP4GroupedLinear)
+        if form.swiglu is not None and not form.post_norm and plain:
             (gate_up, of_gate_up), (down, of_down) = first.read(), second.read()
             if gate_up.format is down.format:
                 run = operator_for("f16a_nvfp4weight_moe_experts", gate_up.format)
@@ -342,38 +344,22 @@ def _order(form: ExpertsForm, first: bool) -> str:
     return " ".join(["transposed"] * form.transposed + ["interleaved"] * (form.interleaved and first))
 
 
-def _is_plain(linear: nn.Module) -> bool:
-    """True if a call of a projection would run nothing but the forward of its class."""
-    return calls_only_its_class(linear, NVFP4GroupedLinear)
-
-
 def _weight_of(linear: Any) -> PackedWeight:
     """Return the weight of a projection, which the operators read without a call of the module.
 
     Raises:
         ValueError: the module has something that would have to run.
     """
-    if calls_only_its_class(linear, NVFP4LoRAGroupedLinear):
-        return linear.read()[0]
+    classes = NVFP4GroupedLinear, NVFP4LoRAGroupedLinear
     # A hook of accelerate's would only move tensors to where the experts module's own has moved them.
-    hooked = (
-        type(linear) in (NVFP4GroupedLinear, NVFP4LoRAGroupedLinear)
-        and "_hf_hook" in vars(linear)
-        and has_own_forward(linear)
-    )
-    if not calls_only_its_class(linear, NVFP4GroupedLinear) and not hooked:
+    hooked = type(linear) in classes and has_hook(linear) and has_own_forward(linear)
+    if not hooked and not any(calls_only_its_class(linear, kind) for kind in classes):
         raise ValueError(
             f"NVFP4Experts: a projection is a {type(linear).__name__} with hooks or a forward of its own, which would"
             " not run: experts are one operator; hook or wrap the experts module, or dequantize_ it before"
         )
     weight: PackedWeight = linear.read()[0]
     return weight
-
-
-def _require_plain(module: nn.Module) -> None:
-    reason = not_plain_experts(module)
-    if reason is not None:
-        raise ValueError(f"hf_experts_module: cannot replace this {type(module).__name__}: {reason}")
 
 
 def _copy_attributes(source: nn.Module, target: nn.Module, *, skip: Container[str]) -> None:
