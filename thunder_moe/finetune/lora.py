@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import math
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NoReturn, TypeVar, cast
 
@@ -33,6 +34,7 @@ from thunder_moe.training import GroupedMLP, NVFP4GroupedMLP, ScaledSwiGLU
 
 __all__ = [
     "ADAPTER_ATTRIBUTES",
+    "ADAPTER_NAME",
     "DTYPES",
     "Model",
     "add_by_name_",
@@ -70,6 +72,7 @@ _PEFT_NAMES = {
     "r": "rank", "lora_alpha": "alpha", "lora_dropout": "dropout", "use_rslora": "rslora", "adapter_name": "adapter",
     "target_modules": _SELECTION_HINT, "target_parameters": _SELECTION_HINT,
 }  # fmt: skip
+ADAPTER_NAME = re.compile(r"\.lora_([AB]\.[^.]+|specs)$")  # end of a name of `stored_adapters`
 _SHARES = (None, "A", "B")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 

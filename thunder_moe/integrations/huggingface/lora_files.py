@@ -31,6 +31,7 @@ from thunder_moe.integrations.huggingface.checkpoint_names import expert_source
 from thunder_moe.integrations.huggingface.lora_targets import PREFIX, Target, blocks_of, is_named, place_of, targets
 from thunder_moe.integrations.huggingface.sharding import refuse_part
 from thunder_moe.nn.lora import LoRALinear, LoRASpec
+from thunder_moe.scratch import move_files, remove_leftovers, scratch_directory
 
 __all__ = [
     "CONFIG",
@@ -115,25 +116,15 @@ def encode(
 
 
 def write_adapter(path: Path, tensors: dict[str, Tensor], config: dict[str, Any]) -> None:
-    """Write both files of an adapter into an existing directory; an error leaves an earlier adapter there unchanged.
-
-    The configuration goes first and comes last, so that an interruption never leaves weights beside the rank and alpha
-    of others.
-    """
-    weights, settings = path / f"{WEIGHTS}.unfinished", path / f"{CONFIG}.unfinished"
-    try:
+    """Write both files of an adapter into an existing directory; an error leaves an earlier adapter there unchanged."""
+    remove_leftovers(path)
+    with scratch_directory(path, path) as new:
         try:
-            save_file(tensors, weights, metadata={"format": "pt"})
+            save_file(tensors, new / WEIGHTS, metadata={"format": "pt"})
         except SafetensorError as error:
-            raise OSError(f"{weights}: cannot be written: {error}") from error
-        settings.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-    except BaseException:
-        weights.unlink(missing_ok=True)
-        settings.unlink(missing_ok=True)
-        raise
-    (path / CONFIG).unlink(missing_ok=True)
-    os.replace(weights, path / WEIGHTS)
-    os.replace(settings, path / CONFIG)
+            raise OSError(f"{path / WEIGHTS}: cannot be written: {error}") from error
+        (new / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+        move_files(new, path, CONFIG)
 
 
 def load_lora_(model: nn.Module, path: str | Path, adapter: str = "default", *, freeze: bool = True) -> nn.Module:

@@ -26,7 +26,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from thunder_moe.checkpoint import Checkpoint, ExpertsLayout
 from thunder_moe.checkpoint.formats.compressed_tensors import COMPRESSED_TENSORS
 from thunder_moe.dense_names import is_read_by_code
-from thunder_moe.finetune.lora import restore_adapters_
+from thunder_moe.finetune.lora import ADAPTER_NAME, restore_adapters_
 from thunder_moe.formats.block_format import NVFP4, BlockFormat
 from thunder_moe.formats.weight import WEIGHTS, PackedWeight
 from thunder_moe.integrations.huggingface import attention, implementation  # noqa: F401  (entries in transformers)
@@ -68,7 +68,6 @@ logger = logging.getLogger(__name__)
 _WAITING = "_thunder_moe_weight"
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")  # of a layer, in a module's name
 _NOT_WEIGHTS = r"\.((input|input_global|k|v|weight_global)_scale|weight_scale(_inv|_2)?)$"
-_ADAPTERS = r"\.lora_([AB]\.[^.]+|specs)$"  # of thunder_moe.finetune.lora.stored_adapters
 
 
 class NVFP4CheckpointQuantizer(PackedQuantizer):
@@ -109,7 +108,7 @@ class NVFP4CheckpointQuantizer(PackedQuantizer):
         self.checkpoint.require_4_bit_experts()
         forms = [form_of(module) for module in names.blocks.values()]
         self.checkpoint.interleaved |= any(form.interleaved for form in forms if form is not None)
-        unexpected, missing = [_NOT_WEIGHTS, _ADAPTERS], [rf"\.{_WAITING}$"]
+        unexpected, missing = [_NOT_WEIGHTS, ADAPTER_NAME.pattern], [rf"\.{_WAITING}$"]
         dense: set[str] = set()
         for source in (*self.checkpoint.experts, *self.checkpoint.dense):
             is_block = source in self.checkpoint.experts
@@ -230,7 +229,7 @@ class NVFP4CheckpointQuantizer(PackedQuantizer):
         modules, prefix = {name for name, _ in model.named_modules(remove_duplicate=False)}, model.base_model_prefix
         stored: dict[str, torch.Tensor] = {}
         for key in self.checkpoint.others:
-            if (match := re.search(_ADAPTERS, key)) is None:
+            if (match := ADAPTER_NAME.search(key)) is None:
                 continue
             path = key[: match.start()]
             # A model with a head reads what one without has written, and the reverse.
