@@ -239,7 +239,9 @@ def test_an_adapter_that_cannot_be_written_leaves_the_earlier_one(tmp_path, monk
         (dict(rank_pattern={"(": 2}), "adapter_config.json has no valid r and lora_alpha"),
         (dict(rank_pattern={"down_proj": 8}), r"down_proj has adapters .*, wanted 8 experts of rank 8"),
         (dict(init_lora_weights="pissa_niter_4"), "init_lora_weights 'pissa_niter_4', whose adapters are for other"),
-        (dict(layer_replication=[[0, 2]]), r"layer_replication \[\[0, 2\]\], wanted none"),
+        (dict(peft_type="IA3"), "adapter_config.json: got IA3, wanted a LoraConfig"),
+        (dict(bias="all"), "adapter_config.json.bias: got 'all', wanted none of it"),
+        (dict(layer_replication=[[0, 2]]), r"adapter_config.json.layer_replication: got \[\[0, 2\]\], wanted none"),
     ],
 )
 def test_configurations_of_adapters_that_are_not_plain_lora(config, what, tmp_path):

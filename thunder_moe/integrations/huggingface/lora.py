@@ -25,7 +25,6 @@ from torch import Tensor, nn
 from thunder_moe.finetune.lora import add_by_name_, is_dense, lora_linears, scaling_of, use_lora_
 from thunder_moe.integrations.huggingface.lora_files import (
     CONFIG,
-    FOREIGN,
     WEIGHTS,
     Adapter,
     adapters,
@@ -35,6 +34,7 @@ from thunder_moe.integrations.huggingface.lora_files import (
     pattern,
     rank_and_alpha,
     read_adapter,
+    refuse_foreign,
     set_adapter_,
     write_adapter,
 )
@@ -230,19 +230,9 @@ def _wrap(model: Any, config: Any, adapter_name: str) -> Any:
 
 def _check(config: Any) -> None:
     """Raise a ValueError for options that adapters of experts do not have."""
-    wanted = dict(use_dora=(False,), lora_bias=(False,), fan_in_fan_out=(False,), init_lora_weights=(True, "gaussian"))
-    for name, values in wanted.items():
-        value = getattr(config, name, values[0])
-        if value not in values:
-            raise ValueError(f"peft_config.{name}: got {value!r}, wanted one of {values} for adapters of experts")
-    for name in FOREIGN:
-        value = getattr(config, name, None)
-        if value is not None and value is not False:
-            raise ValueError(f"peft_config.{name}: got {value!r}, wanted none of it for adapters of experts")
-    if str(getattr(config, "bias", "none")) != "none":
-        raise ValueError(f"peft_config.bias: got {config.bias!r}, wanted 'none' for adapters of experts")
-    if config.peft_type != "LORA":
-        raise ValueError(f"peft_config: got {config.peft_type}, wanted a LoraConfig")
+    refuse_foreign(vars(config), "peft_config")
+    if (init := config.init_lora_weights) not in (True, "gaussian"):
+        raise ValueError(f"peft_config.init_lora_weights: got {init!r}, wanted True or 'gaussian' for experts")
 
 
 def _chosen(model: nn.Module, config: Any) -> list[tuple[Target, int, float, bool]]:

@@ -35,7 +35,6 @@ from thunder_moe.scratch import move_files, remove_leftovers, scratch_directory
 
 __all__ = [
     "CONFIG",
-    "FOREIGN",
     "WEIGHTS",
     "Adapter",
     "adapters",
@@ -46,6 +45,7 @@ __all__ = [
     "pattern",
     "rank_and_alpha",
     "read_adapter",
+    "refuse_foreign",
     "save_lora",
     "set_adapter_",
     "write_adapter",
@@ -53,9 +53,9 @@ __all__ = [
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 # Options of a LoraConfig that change what an adapter computes, or of which layers.
-FOREIGN = (
-    "alora_invocation_tokens", "arrow_config", "kasa_config", "layer_replication", "monteclora_config", "use_bdlora",
-    "use_qalora", "velora_config",
+_FOREIGN = (
+    "alora_invocation_tokens", "arrow_config", "bias", "fan_in_fan_out", "kasa_config", "layer_replication",
+    "lora_bias", "monteclora_config", "use_bdlora", "use_dora", "use_qalora", "velora_config",
 )  # fmt: skip
 _OTHER_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")  # initializations that change the model's weights
 _ANY = "#"  # stands for the number of an expert
@@ -212,11 +212,7 @@ def read_adapter(
     refuse_part(model, "whose layers are whole, as an adapter's files are: add_lora_(model, ...) adds one for training")
     path = Path(path).expanduser()
     config = read_json(path / CONFIG)
-    if config.get("peft_type", "LORA") != "LORA" or config.get("use_dora") or config.get("lora_bias"):
-        raise ValueError(f"path: {path / CONFIG} is not of plain LoRA without biases, wanted peft_type LORA alone")
-    for name in FOREIGN:
-        if config.get(name) not in (None, False):
-            raise ValueError(f"path: {path / CONFIG} has {name} {config[name]!r}, wanted none of it")
+    refuse_foreign(config, f"path: {path / CONFIG}")
     if str(config.get("init_lora_weights")).lower().startswith(_OTHER_BASE):
         raise ValueError(
             f"path: {path / CONFIG} has init_lora_weights {config['init_lora_weights']!r}, whose adapters are for other"
@@ -250,6 +246,15 @@ def read_adapter(
         for target, adapter in _decode(blocks[block], given, config, places[block]):
             found[target.path] = adapter
     return found, rest, config
+
+
+def refuse_foreign(config: Mapping[str, Any], place: str) -> None:
+    """Raise a ValueError, which begins with `place`, for a configuration of more than plain LoRA."""
+    if (kind := config.get("peft_type", "LORA")) != "LORA":
+        raise ValueError(f"{place}: got {kind}, wanted a LoraConfig")
+    for name in _FOREIGN:
+        if (value := config.get(name)) not in (None, False, "none"):
+            raise ValueError(f"{place}.{name}: got {value!r}, wanted none of it for adapters of experts")
 
 
 def no_adapter(model: nn.Module, path: str | os.PathLike[Any], tensors: Mapping[str, Tensor]) -> ValueError:
