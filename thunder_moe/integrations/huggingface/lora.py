@@ -30,7 +30,6 @@ from thunder_moe.integrations.huggingface.lora_files import (
     adapters,
     encode,
     no_adapter,
-    numbers,
     pattern,
     rank_and_alpha,
     read_adapter,
@@ -389,14 +388,13 @@ def _complete(model: nn.Module, folder: Path, adapter: str, per_expert: bool) ->
     config = json.loads((folder / CONFIG).read_text())
     chosen = adapters(model, adapter)
     if chosen:
-        own, ours = encode(model, chosen, per_expert)
+        own, ours, ranks, alphas = encode(model, chosen, per_expert)
         tensors |= own
         nothing = config.get("target_modules") == _NOTHING
         if nothing and not config.get("target_parameters"):
             config |= {name: ours[name] for name in ("r", "lora_alpha", "use_rslora", "target_modules")}
             config |= {name: ours[name] for name in ("rank_pattern", "alpha_pattern", "target_parameters")}
         else:  # where the experts' numbers are others, they are in the patterns
-            ranks, alphas = numbers(model, chosen, per_expert)
             if config.get("use_rslora"):
                 alphas = {name: alpha / ranks[name] ** 0.5 for name, alpha in alphas.items()}
             alphas = {name: round(alpha, 9) for name, alpha in alphas.items()}
