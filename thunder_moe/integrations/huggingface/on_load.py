@@ -3,7 +3,7 @@ Called by transformers, to which quantizer makes it known; calls choose for the 
 experts to pack single weights.
 
 Pipeline: 16-bit skeleton on "meta" -> the modules that `quantize_` would replace are chosen in it -> transformers reads
-the weights of a layer, merges them and hands them to `_Quantize` -> each weight of experts is packed at once; a module
+the weights of a layer, merges them and hands them to `_Load` -> each weight of experts is packed at once; a module
 whose tensors are all there is replaced -> after the load, `quantize_` takes what could not be chosen ahead (tied
 weights that are not tied after all).
 """
@@ -80,7 +80,7 @@ class ThunderMoeQuantizer(PackedQuantizer):
 
     def get_quantize_ops(self) -> ConversionOps:
         assert self._load is not None
-        return _Quantize(self._load)
+        return self._load
 
     def _load_of(self, model: Any) -> _Load:
         if self._load is None:
@@ -90,26 +90,30 @@ class ThunderMoeQuantizer(PackedQuantizer):
     def finish(self, model: Any) -> None:
         """Quantize the rest, and make the model what `quantize_` makes."""
         load, self._load = self._load_of(model), None
-        load.replace_started()
+        for module in load.offloaded:
+            module.put_back()
         self.check_shapes(model)
-        load.quantize_rest()
+        load.finish()
         forget_quantization(model)
 
 
-class _Load:
-    """One call of ``from_pretrained``.
+class _Load(ConversionOps):
+    """One call of ``from_pretrained``, and what transformers calls with the weights that it has merged for the model.
 
     Attributes:
         units: full name of each parameter that is to be quantized -> the modules that are replaced with it.
+        offloaded: modules that are out of the model until accelerate has dispatched it.
     """
 
     def __init__(self, model: Any, config: ThunderMoeConfig, device_map: Any, dtype: torch.dtype | None) -> None:
         refuse_parallel(model)
         self.model, self.config, self.device_map = model, config, device_map or {"": "cpu"}
         self.units: dict[str, _Unit] = {}
-        self._offloaded: list[Offloaded] = []
+        self.offloaded: list[Offloaded] = []
         with torch.inference_mode(False), torch.no_grad():
-            plan = choose_modules(model, **config.options(), device_of=self._device_of(model))
+            names = {module: name for name, module in model.named_modules()}
+            device_of: Any = lambda module: self.device(names[module])  # noqa: E731
+            plan = choose_modules(model, **config.options(), device_of=device_of)
         run, chosen = plan.run, plan.chosen
         places = Counter(child for parent in model.modules() for child in parent._modules.values())
         tied = {*model.all_tied_weights_keys, *model.all_tied_weights_keys.values()}
@@ -128,10 +132,6 @@ class _Load:
             ahead = not tied.intersection(unit.waiting) and all(places[member] == 1 for member in together)
             if ahead and all(parameter.dtype == dtype for parameter in unit.parameters()):
                 self.units |= dict.fromkeys(unit.waiting, unit)
-
-    def _device_of(self, model: nn.Module) -> Any:
-        names = {module: name for name, module in model.named_modules()}
-        return lambda module: self.device(names[module])
 
     def device(self, name: str) -> torch.device:
         """Return the device on which a module or parameter of this name will be."""
@@ -153,27 +153,33 @@ class _Load:
         device = str(get_device(self.device_map, name))
         return device if device == "disk" or (device == "cpu" and self._main.type != "cpu") else None
 
-    def take(self, name: str, tensor: Tensor) -> dict[str, Tensor]:
-        """Take a tensor of a unit that has been loaded; return what transformers is to write to disk."""
-        unit, waits = self.units[name], self._waits(name)
-        files: dict[str, Tensor] = {}
-        unit.take(name, tensor.to(self.device(name)))
-        if not unit.waiting:
-            names = unit.replace()
-            for each in names if waits else ():
-                self._offloaded.append(Offloaded(self.model, each, files if waits == "disk" else None))
-        return files
+    def convert(
+        self, input_dict: dict[str, Any], *args: Any, missing_keys: set[str] | None = None, **kwargs: Any
+    ) -> dict[str, Any]:
+        """Take the tensors that are to be quantized; return the others, and what is to be written to disk."""
+        others: dict[str, Any] = {}
+        try:
+            for name in list(input_dict):
+                tensor = input_dict.pop(name)
+                if name not in self.units:
+                    others[name] = tensor
+                    continue
+                unit, waits = self.units[name], self._waits(name)
+                unit.take(name, (tensor[0] if isinstance(tensor, list) else tensor).to(self.device(name)))
+                replaced = [] if unit.waiting else unit.replace()
+                for each in replaced if waits else ():
+                    self.offloaded.append(Offloaded(self.model, each, others if waits == "disk" else None))
+                if missing_keys is not None:
+                    missing_keys.discard(name)
+        except Exception as error:
+            return _Failed(error)
+        return others
 
-    def replace_started(self) -> None:
-        """Put offloaded modules back, and replace units that lack weights in the checkpoint."""
-        for module in self._offloaded:
-            module.put_back()
+    def finish(self) -> None:
+        """Replace units that lack weights in the checkpoint, and quantize what was not chosen ahead."""
         for unit in dict.fromkeys(self.units.values()):
             if unit.started:
                 unit.replace()
-
-    def quantize_rest(self) -> None:
-        """Quantize what was not chosen ahead."""
         with torch.inference_mode(False), torch.no_grad():
             replaced = any(unit.replaced for unit in self.units.values())
             plan = choose_modules(self.model, **self.config.options(), required=not replaced)
@@ -253,31 +259,6 @@ class _Unit:
         self._members, self._run.memo = [], {}
         self.started, self.replaced = False, True
         return names
-
-
-class _Quantize(ConversionOps):
-    """Quantize the weights of a layer, when transformers has renamed and merged them for the model."""
-
-    def __init__(self, load: _Load) -> None:
-        self.load = load
-
-    def convert(
-        self, input_dict: dict[str, Any], *args: Any, missing_keys: set[str] | None = None, **kwargs: Any
-    ) -> dict[str, Any]:
-        """Take the tensors that are to be quantized; return the others, and what is to be written to disk."""
-        others: dict[str, Any] = {}
-        try:
-            for name in list(input_dict):
-                tensor = input_dict.pop(name)
-                if name not in self.load.units:
-                    others[name] = tensor
-                    continue
-                others |= self.load.take(name, tensor[0] if isinstance(tensor, list) else tensor)
-                if missing_keys is not None:
-                    missing_keys.discard(name)
-        except Exception as error:
-            return _Failed(error)
-        return others
 
 
 class _Failed(dict[str, Any]):
