@@ -32,7 +32,6 @@ __all__ = [
     "GATES",
     "SHAPES_THE_FORM",
     "ExpertsForm",
-    "GateKind",
     "alpha_of",
     "apply_gate",
     "form_of",

@@ -43,7 +43,7 @@ from thunder_moe.nn.packed import PackedModule
 
 try:
     import peft
-    from peft.tuners.tuners_utils import BaseTunerLayer
+    from peft.tuners.tuners_utils import BaseTunerLayer, check_target_module_exists
     from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
 
     from thunder_moe.integrations.huggingface.lora_tuner import TunerWithExperts, kept_, refuse_changed
@@ -244,10 +244,10 @@ def _chosen(model: nn.Module, config: Any) -> list[tuple[Target, int, float, boo
             continue
         if not target.experts:
             if _is_module(target.name, config, target.linear, model):
-                found.append((target, *_rank(config, target.name), False))
+                found.append((target, *rank_and_alpha(config, target.name), False))
             continue
         if is_named(target.name, config.target_parameters) or _is_module(target.path, config):
-            found.append((target, *_rank(config, target.name), False))
+            found.append((target, *rank_and_alpha(config, target.name), False))
             continue
         down = target.is_down
         for parts in [(name,) for name in _DOWN] if down else [] if target.name.endswith(".up_proj") else _SPLIT:
@@ -261,7 +261,7 @@ def _chosen(model: nn.Module, config: Any) -> list[tuple[Target, int, float, boo
                     f" {len(names)} projections of {target.experts}, wanted both of gate_proj and up_proj (w1 and w3),"
                     " which have one weight, of all experts"
                 )
-            numbers = {_rank(config, name) for name in names}
+            numbers = {rank_and_alpha(config, name) for name in names}
             if len(numbers) > 1:
                 raise ValueError(
                     f"peft_config: rank_pattern={config.rank_pattern} and alpha_pattern={config.alpha_pattern} give"
@@ -300,22 +300,14 @@ def _refuse_saved(model: nn.Module, config: Any) -> None:
 
 
 def _is_module(key: str, config: Any, layer: Any = None, model: Any = None) -> bool:
-    """True if PEFT's rule takes a name: a regular expression for all of it, or its endings; exclude_modules likewise.
-
-    "all-linear" takes a layer that is linear, but for the model's head.
-    """
-
-    def match(rule: Any) -> bool:
-        if isinstance(rule, str):
-            return re.fullmatch(rule, key) is not None
-        return is_named(key, rule)
-
+    """True if PEFT's rule takes a name; "all-linear" takes a layer that is linear, but for the model's head."""
     if _is_all_linear(config):  # not for routers that derive from nn.Linear: PEFT's forward fails at their tuples
         head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
-        wanted = (type(layer) is nn.Linear or is_dense(layer)) and layer is not head
-    else:
-        wanted = match(config.target_modules or ())
-    return wanted and not match(getattr(config, "exclude_modules", None) or ())
+        if layer is head or not (type(layer) is nn.Linear or is_dense(layer)):
+            return False
+        config = copy.copy(config)
+        config.target_modules = {key}
+    return bool(config.target_modules and check_target_module_exists(config, key))
 
 
 def _in_layers(experts: str, config: Any) -> bool:
@@ -324,10 +316,6 @@ def _in_layers(experts: str, config: Any) -> bool:
         return True
     number = re.search(r"\.(\d+)\.", experts)
     return number is not None and int(number[1]) in ([layers] if isinstance(layers, int) else layers)
-
-
-def _rank(config: Any, name: str) -> tuple[int, float]:
-    return rank_and_alpha(vars(config), name)
 
 
 @torch.no_grad()
@@ -360,8 +348,6 @@ def _rest(model: nn.Module, config: Any, tensors: dict[str, Tensor] | None = Non
         if (isinstance(module, BaseTunerLayer) or not module._modules) and not name.startswith(tuners)
     }
     found = {name for name, base in bases.items() if _is_module(name, config, base, model)}
-    # PEFT takes whole names in any layer.
-    found = {name for name in found if _in_layers(name, config) or name in config.target_modules}
     if tensors is not None:
         found = {name for name in found if any(f"{name}.lora_" in key for key in tensors)} or found
     rest.target_modules = found or _NOTHING
@@ -373,7 +359,7 @@ def _rest(model: nn.Module, config: Any, tensors: dict[str, Tensor] | None = Non
     ]  # fmt: skip
     if parameters:
         rest.target_parameters = parameters
-    if any(_rank(read, name) != _rank(config, name) for name in parameters):
+    if any(rank_and_alpha(read, name) != rank_and_alpha(config, name) for name in parameters):
         rest.rank_pattern, rest.alpha_pattern = read.rank_pattern, read.alpha_pattern
     rest.left_out_on_purpose = True  # for `refuse_left_out`
     return rest

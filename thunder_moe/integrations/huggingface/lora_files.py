@@ -472,8 +472,9 @@ def _suffix(name: str) -> str:
     return ".".join(name.split(".")[-3:])
 
 
-def rank_and_alpha(config: Mapping[str, Any], name: str) -> tuple[Any, Any]:
+def rank_and_alpha(config: Any, name: str) -> tuple[Any, Any]:
     """Return the rank and alpha of a module by its name, as PEFT finds them in the patterns of a configuration."""
+    config = config if isinstance(config, Mapping) else vars(config)
 
     def of(pattern: Mapping[str, Any] | None, default: Any) -> Any:
         return next((value for key, value in (pattern or {}).items() if re.match(rf"(.*\.)?({key})$", name)), default)

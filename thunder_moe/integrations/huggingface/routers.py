@@ -31,7 +31,6 @@ from thunder_moe.quantization.accelerate_hooks import HOOK_ATTRIBUTES
 from thunder_moe.routing import LINEAR_ROUTER_TOKENS, RouterConfig
 
 __all__ = [
-    "KNOWN_CODE",
     "OWN_STATE",
     "FusedRouter",
     "RouterCall",
@@ -41,7 +40,6 @@ __all__ = [
     "is_one_operator",
     "is_setting",
     "restore_routers",
-    "routers_of",
     "settings_of",
 ]
 
