@@ -131,7 +131,10 @@ def model_tensors(
     for name, part in model.named_modules(remove_duplicate=False):
         if isinstance(part, NVFP4LinearPart | NVFP4Linear):
             if not isinstance(part, NVFP4LinearStack):
-                yield linear_source(model, name), _whole_linear(part)
+                share = getattr(part, "process_part", None)
+                weight = part.packed_weight
+                weight = weight if share is None else _whole(weight, vars(part)["process_mesh"], share[0])
+                yield linear_source(model, name), weight
                 state |= {} if part.bias is None else {f"{name}.bias": part.bias.detach()}
         elif part not in packed:
             part._save_to_state_dict(state, f"{name}." if name else "", keep_vars=False)
@@ -198,14 +201,6 @@ def _whole_experts(experts: NVFP4Experts) -> ExpertWeights:
         second = second.clone()
         dist.all_reduce(second, group=mesh.get_group())
     return ExpertWeights(gate_up, down, first, second)
-
-
-def _whole_linear(linear: Any) -> PackedWeight:
-    """Return the whole weight (1, N, K) of a 4-bit dense layer."""
-    weight: PackedWeight = linear.packed_weight
-    if getattr(linear, "process_part", None) is None:
-        return weight
-    return _whole(weight, linear.process_mesh, linear.process_part[0])
 
 
 def _whole_state(state: dict[str, Tensor]) -> dict[str, Tensor]:
