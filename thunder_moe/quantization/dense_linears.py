@@ -201,8 +201,9 @@ class DenseLinears(ExpertFamily):
 
     def unstack(self, module: nn.Module) -> None:
         """Have a linear and those of its stack converted one by one, to the bits that they have in the stack."""
-        group = self._stacks.get(module)
-        for positions in () if group is None else sharing_scale(group.names):
+        if (group := self._stacks.get(module)) is None:
+            return
+        for positions in sharing_scale(group.names):
             shared = _SharedScale([group.members[position] for position in positions])
             for member in shared.living_members():
                 self._shared_scales[member] = shared

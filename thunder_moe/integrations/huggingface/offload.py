@@ -46,7 +46,7 @@ class Offloaded:
         self._in_memory = tensors if files is None else None
         if files is not None:
             files |= {f"{name}.{each}": tensor for each, tensor in tensors.items()}
-        placeholder = nn.Linear(1, 1, bias=False, device="meta")  # accelerate gives hooks to modules with parameters
+        placeholder: Any = nn.Linear(1, 1, bias=False, device="meta")  # has a parameter, so accelerate gives it a hook
         mark_initialized(placeholder, placeholder.weight)
         model.set_submodule(name, placeholder)
 
