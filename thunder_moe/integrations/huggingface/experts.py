@@ -257,7 +257,7 @@ def quantized_experts(
         experts: one of `expert_blocks`.
         memo: of all calls for a model.
         pack: quantizes (E, N, K).
-        layout: of the module's weights, as in `quantize_`.
+        layout: as in `quantize_`.
 
     Raises:
         TypeError: as `NVFP4Experts.from_weights`.
@@ -304,18 +304,10 @@ def pack_ahead(
     pack: Callable[[Tensor], PackedWeight],
     layout: str,
 ) -> None:
-    """Quantize one of the weights of an experts module before its others are there, for `quantized_experts`.
+    """Quantize one of the weights of an experts module on "meta" before its others are there.
 
-    The module gets a parameter on "meta" in the place of it, and `memo` the 4-bit weight.
-
-    Args:
-        experts: one of `expert_blocks`, on "meta".
-        name: of the parameter.
-        weight: its 16-bit values, as the module stores them.
-        memo: that of the later `quantized_experts`; of this module alone, since parameters that are gone by then leave
-            their ids to others.
-        pack: as in `quantized_experts`.
-        layout: as in `quantized_experts`.
+    The module gets a parameter on "meta" in the place of it, and `memo` the 4-bit weight for the later call of
+    `quantized_experts`. The memo is of this module alone: parameters that are gone by then leave their ids to others.
     """
     form = require_form(experts)
     is_first, sharding = name != "down_proj", sharding_of(experts)

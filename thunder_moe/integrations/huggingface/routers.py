@@ -242,15 +242,7 @@ def restore_routers(layer: nn.Module) -> None:
 
 
 def fuse_router(router: nn.Module, orders: RowOrders) -> bool:
-    """Make a router run `moe_router`, if the table has its class.
-
-    Args:
-        router: one of `routers_of`; it gets the forward of `FusedRouter`.
-        orders: where it leaves the order of rows.
-
-    Returns:
-        True if it does now.
-    """
+    """Make a router run `moe_router` and leave the order of rows, if the table has its class; True if it does now."""
     attributes: dict[str, Any] = {"row_orders": orders}
     if not isinstance(router, FusedRouter):
         call = fused_call(router)

@@ -156,14 +156,9 @@ def is_shared(model: nn.Module) -> bool:
 
 
 def _by_first(work: Callable[[], Any], others: Callable[[], Any]) -> Any:
-    """Do some work in the first process alone; all processes return together.
+    """Run `work` in the first process, and `others` in all, which `work` needs; all processes return together.
 
-    Args:
-        work: run by the first process.
-        others: run by all of them, which it needs; the first process runs it after `work`, even if that has failed.
-
-    Raises:
-        RuntimeError: in the other processes, if `work` has failed. The first process raises the error of `work`.
+    The first process runs `others` after `work`, even if that has failed; the other ones raise a RuntimeError then.
     """
     done, problem = None, None
     if dist.get_rank() == 0:
