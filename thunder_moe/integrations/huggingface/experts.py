@@ -276,10 +276,7 @@ def quantized_experts(
 
     if sharding is not None:
         pack = partial(sharding.pack, pack=pack)
-        biases = [
-            once(bias, "local", partial(nn.Parameter, requires_grad=bias.requires_grad)) if bias is not None else bias
-            for bias in biases
-        ]
+        biases = [once(bias, "local", partial(nn.Parameter, requires_grad=bias.requires_grad)) for bias in biases]
     if biases and form.interleaved:
         biases[0] = once(
             biases[0], "bias", lambda bias: nn.Parameter(deinterleave(bias), requires_grad=bias.requires_grad)

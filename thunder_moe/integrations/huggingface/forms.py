@@ -175,9 +175,8 @@ def not_plain_experts(module: nn.Module) -> str | None:
         return f"its down_proj is {what}, wanted a parameter of three dimensions and 16 or 32 bits"
     first = "gate_up_proj" if form.gated else "up_proj"
     stored = stored_weights(module, form)
-    for name in (first, "down_proj"):
-        if name not in stored:
-            return f"it has no parameter {name}"
+    if first not in stored:
+        return f"it has no parameter {first}"
     for name, parameter in stored.items():
         if type(parameter) is not nn.Parameter and not (sharded and hasattr(parameter, "placements")):
             return f"its {name} is a {type(parameter).__name__}, not a plain parameter"

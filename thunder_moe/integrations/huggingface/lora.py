@@ -9,7 +9,6 @@ from __future__ import annotations
 import copy
 import json
 import logging
-import math
 import re
 import tempfile
 from collections.abc import Iterator
@@ -38,8 +37,8 @@ from thunder_moe.integrations.huggingface.lora_files import (
     write_adapter,
 )
 from thunder_moe.integrations.huggingface.lora_targets import Target, is_named, is_of_4_bits, targets
+from thunder_moe.integrations.huggingface.saving import count_packed
 from thunder_moe.nn.lora import LoRASpec
-from thunder_moe.nn.packed import PackedModule
 
 try:
     import peft
@@ -135,8 +134,7 @@ class _WithExperts(peft.PeftModel):
     def get_nb_trainable_parameters(self) -> tuple[int, int]:
         """Count parameters, for `print_trainable_parameters`, with the packed weights, which are buffers, among all."""
         trainable, total = super().get_nb_trainable_parameters()
-        packed = (module for module in self.modules() if isinstance(module, PackedModule))
-        return trainable, total + sum(math.prod(module.packed_weight.shape) for module in packed)
+        return trainable, total + count_packed(self)
 
     def save_pretrained(
         self,

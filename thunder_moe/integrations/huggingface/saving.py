@@ -35,7 +35,7 @@ from thunder_moe.nn.packed import PackedModule
 from thunder_moe.quantization.quantize import dequantize_, dequantize_with_
 from thunder_moe.scratch import move_files, remove_leftovers, scratch_directory
 
-__all__ = ["QuantizedModel", "forget_in_configs", "forget_quantization", "mark_quantized"]
+__all__ = ["QuantizedModel", "count_packed", "forget_in_configs", "forget_quantization", "mark_quantized"]
 
 logger = logging.getLogger(__name__)
 
@@ -177,13 +177,7 @@ class QuantizedModel(OtherMethods):
         """Count as transformers does, and each packed weight with the number of its 16-bit weights: all of them, even
         where several processes share it."""
         count: int = super().num_parameters(only_trainable, exclude_embeddings)  # type: ignore[misc]
-        if only_trainable:
-            return count
-        packed = {id(module.qdata): module for module in self.modules() if isinstance(module, PackedModule)}
-        for module in packed.values():
-            _, _, parts = module.process_part or (0, 0, 1)
-            count += parts * math.prod(module.packed_weight.shape)
-        return count
+        return count if only_trainable else count + count_packed(self)
 
     def half(self: Any) -> Any:
         """Cast all but the packed weights; transformers refuses that where a model was loaded in 4 bits."""
@@ -227,6 +221,12 @@ def mark_quantized(model: nn.Module) -> None:
         QuantizedModel.take_off(module)
         if getattr(module, "quantization_method", None) in (METHOD, ON_LOAD):
             forget_quantization(module)
+
+
+def count_packed(model: nn.Module) -> int:
+    """Return the number of 16-bit weights that the packed ones stand for, in all processes that share them."""
+    packed = {id(module.qdata): module for module in model.modules() if isinstance(module, PackedModule)}
+    return sum((each.process_part or (0, 0, 1))[2] * math.prod(each.packed_weight.shape) for each in packed.values())
 
 
 def _is_quantized(model: nn.Module) -> bool:
