@@ -228,6 +228,18 @@ def test_an_adapter_that_cannot_be_written_leaves_the_earlier_one(tmp_path, monk
             lora_files.save_lora(model, tmp_path)
     with pytest.raises(FileNotFoundError, match="adapter_config"):
         lora_files.load_lora_(model, tmp_path)
+    pressed = iter([KeyboardInterrupt])
+
+    def interrupted(source, target):
+        replace(source, target)
+        for error in pressed:
+            raise error
+
+    with monkeypatch.context() as patch:  # Ctrl-C lets the other file be moved
+        patch.setattr(os, "replace", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            lora_files.save_lora(model, tmp_path)
+    lora_files.load_lora_(model, tmp_path)
 
 
 @pytest.mark.parametrize(
