@@ -163,10 +163,10 @@ def not_plain_experts(module: nn.Module) -> str | None:
         return _not_plain_nvfp4(module)
     forward: Any = type(module).forward
     known = next((cls for cls in type(module).__mro__ if key(cls) in _OTHERS), None)
-    written_in, qualname = origin(forward) or ("", "")
-    if known is None and written_in != "transformers.integrations.moe":
+    if known is None and getattr(forward, "__globals__", {}).get("__name__") != "transformers.integrations.moe":
         return f"{type(module).__name__} has a forward of its own"
-    if known is not None and (written_in, qualname) != (known.__module__, f"{known.__name__}.forward"):
+    written = forward.__module__, forward.__qualname__
+    if known is not None and written != (known.__module__, f"{known.__name__}.forward"):
         return f"{type(module).__name__} has another forward than {known.__name__}"
     form = form_of(module)
     if form is None:
