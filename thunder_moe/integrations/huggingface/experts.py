@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable, Container
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -30,6 +30,7 @@ from thunder_moe.integrations.huggingface.forms import (
     stored_weights,
 )
 from thunder_moe.integrations.huggingface.implementation import run_experts
+from thunder_moe.integrations.huggingface.routers import OWN_STATE, RowOrders
 from thunder_moe.integrations.huggingface.sharded_forward import local_of, sharding_of
 from thunder_moe.kernels.select import lay_out, quantize
 from thunder_moe.nn import NVFP4GroupedLinear
@@ -37,17 +38,11 @@ from thunder_moe.nn.autocast import autocast_rows
 from thunder_moe.nn.lora import LoRALinear, NVFP4LoRAGroupedLinear
 from thunder_moe.nn.quantized import calls_only_its_class
 from thunder_moe.ops.operator import operator_for
-from thunder_moe.quantization.accelerate_hooks import HOOK_ATTRIBUTES, copy_hook
+from thunder_moe.quantization.accelerate_hooks import copy_hook
 from thunder_moe.quantization.families import weight_key
 from thunder_moe.quantization.replaceable import has_hook, has_own_forward
 
-if TYPE_CHECKING:
-    from thunder_moe.integrations.huggingface.routers import RowOrders
-
 __all__ = ["NVFP4Experts", "expert_blocks", "expert_weights", "pack_ahead", "quantized_experts"]
-
-# Torch's own bookkeeping in a module's __dict__; all else is the module's.
-_TORCH_STATE = frozenset(vars(nn.Module()))
 
 # PEFT's names of adapters below the experts: of a fused parameter, or of a projection of one expert.
 _OF_PEFT = re.compile(r"(base_layer\.)*lora_[AB]\.|\d+\.\w+\.lora_[AB]\.")
@@ -354,7 +349,7 @@ def _weight_of(linear: Any) -> PackedWeight:
 def _copy_attributes(source: nn.Module, target: nn.Module, *, skip: Container[str]) -> None:
     """Give a module the attributes, children, parameters and buffers of another one, except the forward and `skip`."""
     for name, value in vars(source).items():
-        if name not in _TORCH_STATE and name not in HOOK_ATTRIBUTES and name not in skip:
+        if name not in OWN_STATE and name not in skip:
             vars(target)[name] = value
     for name, child in source._modules.items():
         if name not in skip:

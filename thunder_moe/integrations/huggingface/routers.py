@@ -43,9 +43,8 @@ __all__ = [
     "settings_of",
 ]
 
-_TORCH_STATE = frozenset(vars(nn.Module()))
 KNOWN_CODE = "transformers.models."
-OWN_STATE = _TORCH_STATE | {*HOOK_ATTRIBUTES}  # attributes that are torch's or accelerate's
+OWN_STATE = frozenset({*vars(nn.Module()), *HOOK_ATTRIBUTES})  # attributes that are torch's or accelerate's
 _DEFAULTS = {field.name: field.default for field in fields(RouterConfig)}  # those of moe_router
 Order = tuple[Tensor, Tensor, Tensor]
 
