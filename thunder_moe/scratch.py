@@ -1,6 +1,6 @@
 """Locked directories for files that move to their path when they are complete; removes directories of killed processes.
-Called by checkpoint.writer, checkpoint.partial, integrations.huggingface.saving and kernels.host_code; calls nothing of
-the package.
+Called by checkpoint.writer, checkpoint.partial, kernels.host_code, and saving and lora_files of huggingface; calls
+nothing of the package.
 
 The lock of a directory (flock) ends with the process that holds it, so that an unlocked directory is a leftover.
 """
@@ -10,12 +10,12 @@ from __future__ import annotations
 import logging
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import mkdtemp
 
-__all__ = ["lock", "remove_leftovers", "scratch_directory"]
+__all__ = ["lock", "move_files", "remove_leftovers", "scratch_directory"]
 
 logger = logging.getLogger(__name__)
 
@@ -73,6 +73,43 @@ def scratch_directory(path: Path, place: Path, work: str = "save") -> Iterator[P
         shutil.rmtree(directory, ignore_errors=True)
         if descriptor is not None:
             os.close(descriptor)
+
+
+def move_files(source: Path, directory: Path, last: str, is_stale: Callable[[str], bool] = lambda name: False) -> None:
+    """Moves the files of a scratch directory into a directory, and removes the files of earlier work there.
+
+    The file `last` goes first and comes last: an interruption never leaves a mixture of two works that loads.
+
+    Args:
+        source: holds files alone; it is empty afterwards.
+        directory: an existing directory on the same file system.
+        last: the name of one of the files.
+        is_stale: returns whether a file of this name is removed if `source` has none of it.
+    """
+    names = {file.name for file in source.iterdir()}
+    descriptor = lock(directory, wait=True)  # another one that moves its files there would mix them with these
+    try:
+        _move_files(source, directory, last, is_stale, names)
+    except KeyboardInterrupt:  # half of both works would be lost, where a few names are to be changed
+        _move_files(source, directory, last, is_stale, names)
+        raise
+    finally:
+        if descriptor is not None:
+            os.close(descriptor)
+
+
+def _move_files(source: Path, directory: Path, last: str, is_stale: Callable[[str], bool], names: set[str]) -> None:
+    """Moves the files that are not moved yet."""
+    if not (source / last).exists():
+        return
+    (directory / last).unlink(missing_ok=True)
+    for name in sorted(names - {last}):
+        if (source / name).exists():
+            os.replace(source / name, directory / name)
+    for file in directory.iterdir():
+        if file.name not in names and is_stale(file.name):
+            file.unlink()
+    os.replace(source / last, directory / last)
 
 
 def remove_leftovers(path: Path, work: str = "save") -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import math
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NoReturn, TypeVar, cast
 
@@ -26,13 +27,14 @@ from thunder_moe.nn.lora import (
     NVFP4LoRALinearPart,
     read_record,
 )
-from thunder_moe.quantization.accelerate_hooks import unhooked
+from thunder_moe.quantization.accelerate_hooks import set_class
 from thunder_moe.quantization.replaceable import has_own_forward, instance_customization
 from thunder_moe.selection import Names, Selection, Selector, require_matches, select
 from thunder_moe.training import GroupedMLP, NVFP4GroupedMLP, ScaledSwiGLU
 
 __all__ = [
     "ADAPTER_ATTRIBUTES",
+    "ADAPTER_NAME",
     "DTYPES",
     "Model",
     "add_by_name_",
@@ -48,7 +50,6 @@ __all__ = [
     "restore_adapters_",
     "restore_base_class",
     "scaling_of",
-    "set_class",
     "stored_adapters",
     "use_lora_",
     "weight_of",
@@ -70,6 +71,7 @@ _PEFT_NAMES = {
     "r": "rank", "lora_alpha": "alpha", "lora_dropout": "dropout", "use_rslora": "rslora", "adapter_name": "adapter",
     "target_modules": _SELECTION_HINT, "target_parameters": _SELECTION_HINT,
 }  # fmt: skip
+ADAPTER_NAME = re.compile(r"\.lora_([AB]\.[^.]+|specs)$")  # end of a name of `stored_adapters`
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
@@ -236,11 +238,12 @@ def lora_linears(model: nn.Module) -> dict[str, Any]:
     return {name: module for name, module in model.named_modules() if isinstance(module, LoRALinear)}
 
 
-def lora_parameters(model: nn.Module) -> Iterator[nn.Parameter]:
-    """Yield the parameters of all adapters."""
+def lora_parameters(model: nn.Module, adapter: str | None = None) -> Iterator[nn.Parameter]:
+    """Yield the parameters of an adapter; of all adapters if `adapter` is None."""
     for linear in lora_linears(model).values():
         for name in linear.lora_specs:
-            yield from (linear.lora_A[name], linear.lora_B[name])
+            if adapter in (None, name):
+                yield from (linear.lora_A[name], linear.lora_B[name])
 
 
 @torch.no_grad()
@@ -424,16 +427,6 @@ def restore_base_class(linear: Any) -> None:
     set_class(linear, _BASE[type(linear)])  # first: after an interruption the linear still works
     for name in ADAPTER_ATTRIBUTES:
         delattr(linear, name)
-
-
-def set_class(module: nn.Module, cls: type[nn.Module]) -> None:
-    """Change the class of a module; accelerate's hook on it then wraps the forward of that class.
-
-    The module stays the same object, as in torch's `register_parametrization` and `fully_shard`: the model itself may
-    be a linear, a stack knows its parts, and callers hold linears whose adapters come, merge and go.
-    """
-    with unhooked(module):
-        module.__class__ = cls
 
 
 def require_lora(model: nn.Module) -> dict[str, Any]:

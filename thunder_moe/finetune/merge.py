@@ -20,7 +20,6 @@ from thunder_moe.finetune.lora import (
     require_lora,
     require_names,
     restore_base_class,
-    set_class,
     weight_of,
 )
 from thunder_moe.formats.layouts import LINEAR
@@ -30,6 +29,7 @@ from thunder_moe.kernels.select import lay_out, quantize_to
 from thunder_moe.nn import GroupedLinear
 from thunder_moe.nn.linear import NVFP4LinearPart
 from thunder_moe.nn.lora import LoRADense, LoRAGroupedLinear, LoRALinear, NVFP4LoRAGroupedLinear
+from thunder_moe.quantization.accelerate_hooks import set_class
 from thunder_moe.quantization.quantize import dequantize_with_
 
 __all__ = ["merge_lora_", "unmerge_lora_"]

@@ -187,6 +187,16 @@ class DenseLinears(ExpertFamily):
         group = self._stacks.get(module) or self._shared_scales.get(module)
         return [module] if group is None else [*group.living_members()]
 
+    def unstack(self, module: nn.Module) -> None:
+        """Have a linear and those of its stack converted one by one, to the bits that they have in the stack."""
+        if (group := self._stacks.get(module)) is None:
+            return
+        for positions in sharing_scale(group.names):
+            shared = _SharedScale([group.members[position] for position in positions])
+            for member in shared.living_members():
+                self._shared_scales[member] = shared
+                del self._stacks[member]
+
     def blocker(self, module: nn.Module) -> str | None:
         return customization(module, hooked=True)
 

@@ -8,7 +8,7 @@ import importlib.util
 import distributed_jobs as jobs
 import pytest
 import torch
-from checkpoint_files import DATA, EXPORTS, bits
+from checkpoint_files import DATA, EXPORTS, bits, edit_tensors
 from safetensors.torch import load_file
 from tiny_models import tiny_config, tiny_model
 
@@ -291,6 +291,21 @@ def test_one_process_with_nan_stops_all(on_load, plain, ranks, tmp_path):
     first, second = ranks(2)(jobs.attempt, tmp_path, TP, on_load)
     assert "another process cannot quantize its part" in first
     assert "has NaN or Inf in a weight" in second
+
+
+@needs_sharding
+def test_one_process_with_a_wrong_shape_stops_all(ranks, tmp_path):
+    model = tiny_model("qwen3_moe")
+    model.save_pretrained(tmp_path, save_original_format=False)
+
+    def add_expert(tensors):  # of nine experts the first of two processes reads five, the second four as the model has
+        for name in [name for name in tensors if ".experts." in name]:
+            tensors[name] = torch.cat([tensors[name], tensors[name][:1]])
+
+    edit_tensors(tmp_path, add_expert)
+    first, second = ranks(2)(jobs.attempt, tmp_path, ALL_REDUCE, True)
+    assert "has shape (5, 64, 32), the model's has (4, 64, 32)" in first
+    assert "another process cannot quantize its part" in second
 
 
 @needs_sharding

@@ -461,6 +461,9 @@ def test_layers_to_transform_are_attentions_too():
     names = [name for name, p in model.named_parameters() if p.requires_grad]
     assert len(names) == 6
     assert all(".layers.1." in name for name in names)
+    elsewhere = dict(layers_to_transform=[1], layers_pattern="blocks", target_modules=["down_proj"])
+    with pytest.raises(ValueError, match="name none of the 4 4-bit linears"):
+        get_peft_model(quantized(), peft.LoraConfig(**elsewhere))
 
 
 @pytest.mark.parametrize(

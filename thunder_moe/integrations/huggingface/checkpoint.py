@@ -4,6 +4,7 @@ Called by users; calls quantizer to load, writing to save.
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -77,8 +78,10 @@ def load_checkpoint(
             raise ValueError(
                 f"device: got {device!r} with a distributed_config, wanted None: each process has its own device"
             )
-    if distributed or device is not None:
-        _require_accelerate()
+    if (distributed or device is not None) and find_spec("accelerate") is None:
+        raise ImportError(
+            "load_checkpoint on devices that it is given needs accelerate: pip install 'thunder_moe[transformers]'"
+        )
     if device is not None:
         options["device_map"] = device
     model_class = _model_class(config, trust_remote_code)
@@ -103,15 +106,6 @@ def _model_class(config: Any, trust_remote_code: bool) -> Any:
         return getattr(transformers, named)
     name = next(iter(config.architectures or ()), "")
     return getattr(transformers, name, transformers.AutoModelForCausalLM)
-
-
-def _require_accelerate() -> None:
-    try:
-        import accelerate  # noqa: F401
-    except ImportError as error:
-        raise ImportError(
-            "load_checkpoint on devices that it is given needs accelerate: pip install 'thunder_moe[transformers]'"
-        ) from error
 
 
 def save_checkpoint(

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from thunder_moe.quantization.accelerate_hooks import unhooked
+from thunder_moe.quantization.accelerate_hooks import set_class
 
 __all__ = ["OtherForward", "OtherMethods"]
 
@@ -33,17 +33,13 @@ class OtherMethods(nn.Module):
     prefix = ""
     added: tuple[str, ...] = ()
 
-    @staticmethod
-    def _set_class(module: nn.Module, kind: Any) -> None:
-        module.__class__ = kind
-
     @classmethod
     def put_on(cls, module: nn.Module, **attributes: Any) -> None:
         """Give a module these methods, and attributes that they read."""
         if not cls.is_on(module):
             methods: Any = cls
             kind: Any = type(module)
-            cls._set_class(module, _class_of(methods, kind))
+            set_class(module, _class_of(methods, kind))
         vars(module).update(attributes)
 
     @classmethod
@@ -60,7 +56,7 @@ class OtherMethods(nn.Module):
             kind: Any = type(module)
             for name in cls.added:
                 vars(module).pop(name, None)
-            cls._set_class(module, kind.own_class)
+            set_class(module, kind.own_class)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         bases = OtherMethods, OtherForward
@@ -69,14 +65,9 @@ class OtherMethods(nn.Module):
 
 
 class OtherForward(OtherMethods):
-    """Base of classes with another forward: a hook of accelerate's, which has the old one, is added again."""
+    """Base of classes with another forward."""
 
     prefix = "Fused"
-
-    @staticmethod
-    def _set_class(module: nn.Module, kind: Any) -> None:
-        with unhooked(module):
-            module.__class__ = kind
 
 
 @functools.cache

@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable, Container
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -30,6 +30,7 @@ from thunder_moe.integrations.huggingface.forms import (
     stored_weights,
 )
 from thunder_moe.integrations.huggingface.implementation import run_experts
+from thunder_moe.integrations.huggingface.routers import OWN_STATE, RowOrders
 from thunder_moe.integrations.huggingface.sharded_forward import local_of, sharding_of
 from thunder_moe.kernels.select import lay_out, quantize
 from thunder_moe.nn import NVFP4GroupedLinear
@@ -37,17 +38,11 @@ from thunder_moe.nn.autocast import autocast_rows
 from thunder_moe.nn.lora import LoRALinear, NVFP4LoRAGroupedLinear
 from thunder_moe.nn.quantized import calls_only_its_class
 from thunder_moe.ops.operator import operator_for
-from thunder_moe.quantization.accelerate_hooks import HOOK_ATTRIBUTES, copy_hook
+from thunder_moe.quantization.accelerate_hooks import copy_hook
 from thunder_moe.quantization.families import weight_key
-from thunder_moe.quantization.replaceable import has_own_forward
-
-if TYPE_CHECKING:
-    from thunder_moe.integrations.huggingface.routers import RowOrders
+from thunder_moe.quantization.replaceable import has_hook, has_own_forward
 
 __all__ = ["NVFP4Experts", "expert_blocks", "expert_weights", "pack_ahead", "quantized_experts"]
-
-# Torch's own bookkeeping in a module's __dict__; all else is the module's.
-_TORCH_STATE = frozenset(vars(nn.Module()))
 
 # PEFT's names of adapters below the experts: of a fused parameter, or of a projection of one expert.
 _OF_PEFT = re.compile(r"(base_layer\.)*lora_[AB]\.|\d+\.\w+\.lora_[AB]\.")
@@ -121,7 +116,8 @@ class NVFP4Experts(nn.Module):
                 have its sizes, or a bias is missing or too many.
         """
         form = require_form(hf_experts_module)
-        _require_plain(hf_experts_module)
+        if (reason := not_plain_experts(hf_experts_module)) is not None:
+            raise ValueError(f"hf_experts_module: cannot replace this {type(hf_experts_module).__name__}: {reason}")
         stored = [*stored_weights(hf_experts_module, form).values()]
         linears = []
         for name, weight, (old, view) in zip(
@@ -169,7 +165,8 @@ class NVFP4Experts(nn.Module):
         except KeyError:  # parametrized
             biases = self.gate_up_bias, self.down_bias
         form = self.form
-        if form.swiglu is not None and not form.post_norm and all(map(_is_plain, (first, second))):
+        plain = calls_only_its_class(first, NVFP4GroupedLinear) and calls_only_its_class(second, NVFP4GroupedLinear)
+        if form.swiglu is not None and not form.post_norm and plain:
             (gate_up, of_gate_up), (down, of_down) = first.read(), second.read()
             if gate_up.format is down.format:
                 run = operator_for("f16a_nvfp4weight_moe_experts", gate_up.format)
@@ -255,7 +252,7 @@ def quantized_experts(
         experts: one of `expert_blocks`.
         memo: of all calls for a model.
         pack: quantizes (E, N, K).
-        layout: of the module's weights, as in `quantize_`.
+        layout: as in `quantize_`.
 
     Raises:
         TypeError: as `NVFP4Experts.from_weights`.
@@ -274,10 +271,7 @@ def quantized_experts(
 
     if sharding is not None:
         pack = partial(sharding.pack, pack=pack)
-        biases = [
-            once(bias, "local", partial(nn.Parameter, requires_grad=bias.requires_grad)) if bias is not None else bias
-            for bias in biases
-        ]
+        biases = [once(bias, "local", partial(nn.Parameter, requires_grad=bias.requires_grad)) for bias in biases]
     if biases and form.interleaved:
         biases[0] = once(
             biases[0], "bias", lambda bias: nn.Parameter(deinterleave(bias), requires_grad=bias.requires_grad)
@@ -302,18 +296,10 @@ def pack_ahead(
     pack: Callable[[Tensor], PackedWeight],
     layout: str,
 ) -> None:
-    """Quantize one of the weights of an experts module before its others are there, for `quantized_experts`.
+    """Quantize one of the weights of an experts module on "meta" before its others are there.
 
-    The module gets a parameter on "meta" in the place of it, and `memo` the 4-bit weight.
-
-    Args:
-        experts: one of `expert_blocks`, on "meta".
-        name: of the parameter.
-        weight: its 16-bit values, as the module stores them.
-        memo: that of the later `quantized_experts`; of this module alone, since parameters that are gone by then leave
-            their ids to others.
-        pack: as in `quantized_experts`.
-        layout: as in `quantized_experts`.
+    The module gets a parameter on "meta" in the place of it, and `memo` the 4-bit weight for the later call of
+    `quantized_experts`. The memo is of this module alone: parameters that are gone by then leave their ids to others.
     """
     form = require_form(experts)
     is_first, sharding = name != "down_proj", sharding_of(experts)
@@ -342,26 +328,16 @@ def _order(form: ExpertsForm, first: bool) -> str:
     return " ".join(["transposed"] * form.transposed + ["interleaved"] * (form.interleaved and first))
 
 
-def _is_plain(linear: nn.Module) -> bool:
-    """True if a call of a projection would run nothing but the forward of its class."""
-    return calls_only_its_class(linear, NVFP4GroupedLinear)
-
-
 def _weight_of(linear: Any) -> PackedWeight:
     """Return the weight of a projection, which the operators read without a call of the module.
 
     Raises:
         ValueError: the module has something that would have to run.
     """
-    if calls_only_its_class(linear, NVFP4LoRAGroupedLinear):
-        return linear.read()[0]
+    classes = NVFP4GroupedLinear, NVFP4LoRAGroupedLinear
     # A hook of accelerate's would only move tensors to where the experts module's own has moved them.
-    hooked = (
-        type(linear) in (NVFP4GroupedLinear, NVFP4LoRAGroupedLinear)
-        and "_hf_hook" in vars(linear)
-        and has_own_forward(linear)
-    )
-    if not calls_only_its_class(linear, NVFP4GroupedLinear) and not hooked:
+    hooked = type(linear) in classes and has_hook(linear) and has_own_forward(linear)
+    if not hooked and not any(calls_only_its_class(linear, kind) for kind in classes):
         raise ValueError(
             f"NVFP4Experts: a projection is a {type(linear).__name__} with hooks or a forward of its own, which would"
             " not run: experts are one operator; hook or wrap the experts module, or dequantize_ it before"
@@ -370,16 +346,10 @@ def _weight_of(linear: Any) -> PackedWeight:
     return weight
 
 
-def _require_plain(module: nn.Module) -> None:
-    reason = not_plain_experts(module)
-    if reason is not None:
-        raise ValueError(f"hf_experts_module: cannot replace this {type(module).__name__}: {reason}")
-
-
 def _copy_attributes(source: nn.Module, target: nn.Module, *, skip: Container[str]) -> None:
     """Give a module the attributes, children, parameters and buffers of another one, except the forward and `skip`."""
     for name, value in vars(source).items():
-        if name not in _TORCH_STATE and name not in HOOK_ATTRIBUTES and name not in skip:
+        if name not in OWN_STATE and name not in skip:
             vars(target)[name] = value
     for name, child in source._modules.items():
         if name not in skip:

@@ -17,7 +17,7 @@ from thunder_moe.quantization.families import ExpertFamily, Quantization
 
 __all__ = ["FAMILIES", "Llama4Experts", "TransformersExperts", "put_experts"]
 
-_LLAMA4 = ("transformers.models.llama4.modeling_llama4", "Llama4TextExperts")
+_LLAMA4 = "transformers.models.llama4.modeling_llama4", "Llama4TextExperts"
 
 
 class TransformersExperts(ExpertFamily):

@@ -32,7 +32,6 @@ __all__ = [
     "GATES",
     "SHAPES_THE_FORM",
     "ExpertsForm",
-    "GateKind",
     "alpha_of",
     "apply_gate",
     "form_of",
@@ -166,10 +165,8 @@ def not_plain_experts(module: nn.Module) -> str | None:
     known = next((cls for cls in type(module).__mro__ if key(cls) in _OTHERS), None)
     if known is None and getattr(forward, "__globals__", {}).get("__name__") != "transformers.integrations.moe":
         return f"{type(module).__name__} has a forward of its own"
-    if known is not None and (forward.__module__, forward.__qualname__) != (
-        known.__module__,
-        f"{known.__name__}.forward",
-    ):
+    written = forward.__module__, forward.__qualname__
+    if known is not None and written != (known.__module__, f"{known.__name__}.forward"):
         return f"{type(module).__name__} has another forward than {known.__name__}"
     form = form_of(module)
     if form is None:
@@ -178,9 +175,8 @@ def not_plain_experts(module: nn.Module) -> str | None:
         return f"its down_proj is {what}, wanted a parameter of three dimensions and 16 or 32 bits"
     first = "gate_up_proj" if form.gated else "up_proj"
     stored = stored_weights(module, form)
-    for name in (first, "down_proj"):
-        if name not in stored:
-            return f"it has no parameter {name}"
+    if first not in stored:
+        return f"it has no parameter {first}"
     for name, parameter in stored.items():
         if type(parameter) is not nn.Parameter and not (sharded and hasattr(parameter, "placements")):
             return f"its {name} is a {type(parameter).__name__}, not a plain parameter"

@@ -61,47 +61,42 @@ def run_experts(
     first, second = (None if linear is None or not linear.lora_active else linear for linear in adapted)
     on_input, on_output = (slot_weight, None) if form.weight_on_input else (None, slot_weight)
     dropping = any(linear is not None and linear.lora_drops_out() for linear in (first, second))
-    if form.swiglu is not None and not form.post_norm and not dropping and (first is not None or second is not None):
-        pairs = [
-            (None, None) if linear is None else linear.lora_pair(hidden.dtype) or (None, None)
-            for linear in (first, second)
-        ]
-        out: Tensor = moe_experts_lora(
-            inputs, gate_up, down, *pairs[0], *pairs[1], gate_up_bias, down_bias, *(order or (None, None, None)),
-            weight_on_input=form.weight_on_input, alpha=form.swiglu.alpha, limit=form.swiglu.limit,
-            up_shift=form.swiglu.up_shift,
-        )  # fmt: skip
-        return out
     if form.swiglu is not None and not form.post_norm and not dropping:
-        return moe_experts(
-            *inputs, gate_up, down, gate_up_bias=gate_up_bias, down_bias=down_bias,
-            weight_on_input=form.weight_on_input, alpha=form.swiglu.alpha, limit=form.swiglu.limit,
-            up_shift=form.swiglu.up_shift, order=order,
-        )  # fmt: skip
+        alpha, limit, up_shift = form.swiglu.alpha, form.swiglu.limit, form.swiglu.up_shift
+        options: dict[str, Any] = dict(
+            weight_on_input=form.weight_on_input, alpha=alpha, limit=limit, up_shift=up_shift
+        )
+        if first is None and second is None:
+            options |= dict(gate_up_bias=gate_up_bias, down_bias=down_bias, order=order)
+            return moe_experts(*inputs, gate_up, down, **options)
+        pairs = (None if linear is None else linear.lora_pair(hidden.dtype) for linear in (first, second))
+        (a1, b1), (a2, b2) = (pair or (None, None) for pair in pairs)
+        out: Tensor = moe_experts_lora(
+            inputs, gate_up, down, a1, b1, a2, b2, gate_up_bias, down_bias, *(order or (None, None, None)), **options
+        )
+        return out
     ops = torch.ops.thunder_moe
     row_slot, offsets, slot_row = ops.moe_route(ids, gate_up.shape[0]) if order is None else order
     # Rows past the last group are undefined; zero them where other rows' gradients could meet theirs.
     live = live_rows(offsets, row_slot.shape[0])
+
+    def project(rows: Tensor, weight: PackedWeight, lora: LoRALinear | None, bias: Tensor | None) -> Tensor:
+        grouped_mm = getattr(ops, op_name_for("f16a_nvfp4weight_scaled_grouped_mm", weight.format))
+        out = grouped_mm(rows, *operands(weight), offsets, layout=weight.layout)
+        out = out if lora is None else lora.plus_lora(out, rows, offsets)
+        out = out if bias is None else out + bias[expert_of_row(offsets, rows.shape[0])].to(out.dtype)
+        return torch.where(live, out, 0)
+
     rows = gather_rows(hidden, row_slot)
     if on_input is not None:
         rows = rows * on_input.flatten()[row_slot, None].to(rows.dtype)
-    rows = torch.where(live, rows, 0)
-    grouped_mm = getattr(ops, op_name_for("f16a_nvfp4weight_scaled_grouped_mm", gate_up.format))
-    of_rows = grouped_mm(rows, *operands(gate_up), offsets, layout=gate_up.layout)
-    rows = of_rows if first is None else first.plus_lora(of_rows, rows, offsets)
-    if gate_up_bias is not None:
-        rows = rows + gate_up_bias[expert_of_row(offsets, rows.shape[0])].to(rows.dtype)
-    rows = torch.where(live, rows, 0)
+    rows = project(torch.where(live, rows, 0), gate_up, first, gate_up_bias)
     rows = apply_gate(module, own_class, rows, form.interleaved) if form.gated else module.act_fn(rows)
     if not form.post_norm and second is None:
         combine = getattr(ops, op_name_for("f16a_nvfp4weight_grouped_mm_combine", down.format))
         out = combine(rows, *operands(down), offsets, slot_row, on_output, down_bias, layout=down.layout)
         return out
-    of_rows = grouped_mm(rows, *operands(down), offsets, layout=down.layout)
-    rows = of_rows if second is None else second.plus_lora(of_rows, rows, offsets)
-    if down_bias is not None:
-        rows = rows + down_bias[expert_of_row(offsets, rows.shape[0])].to(rows.dtype)
-    rows = torch.where(live, rows, 0)
+    rows = project(rows, down, second, down_bias)
     rows = module.post_expert_norm(rows) if form.post_norm else rows
     picked = rows[slot_row.clamp_min(0)].float()  # [T, A, H]
     picked = picked if on_output is None else picked * on_output.float()[..., None]

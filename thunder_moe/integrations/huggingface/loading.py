@@ -19,7 +19,6 @@ from transformers.quantizers.base import HfQuantizer
 from thunder_moe.checkpoint.files import require_inside
 from thunder_moe.integrations.huggingface.saving import mark_quantized
 from thunder_moe.integrations.huggingface.sharding import refuse_parallel
-from thunder_moe.quantization.quantize import dequantize_
 
 __all__ = ["PackedQuantizer", "mark_initialized"]
 
@@ -80,9 +79,6 @@ class PackedQuantizer(HfQuantizer):
     @property
     def is_compileable(self) -> bool:
         return True
-
-    def _dequantize(self, model: Any, dtype: torch.dtype | None = None) -> Any:
-        return dequantize_(model).to(dtype)
 
 
 def mark_initialized(*things: nn.Module | nn.Parameter) -> None:

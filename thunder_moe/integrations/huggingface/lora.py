@@ -9,7 +9,6 @@ from __future__ import annotations
 import copy
 import json
 import logging
-import math
 import re
 import tempfile
 from collections.abc import Iterator
@@ -25,27 +24,26 @@ from torch import Tensor, nn
 from thunder_moe.finetune.lora import add_by_name_, lora_linears, scaling_of, use_lora_
 from thunder_moe.integrations.huggingface.lora_files import (
     CONFIG,
-    FOREIGN,
     WEIGHTS,
     Adapter,
     adapters,
     encode,
     no_adapter,
-    numbers,
     pattern,
     rank_and_alpha,
     read_adapter,
+    refuse_foreign,
     set_adapter_,
     write_adapter,
 )
 from thunder_moe.integrations.huggingface.lora_targets import Target, is_named, is_of_4_bits, targets
+from thunder_moe.integrations.huggingface.saving import count_packed
 from thunder_moe.nn.linear import is_packed_dense
 from thunder_moe.nn.lora import LoRASpec
-from thunder_moe.nn.packed import PackedModule
 
 try:
     import peft
-    from peft.tuners.tuners_utils import BaseTunerLayer
+    from peft.tuners.tuners_utils import BaseTunerLayer, check_target_module_exists
     from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
 
     from thunder_moe.integrations.huggingface.lora_tuner import TunerWithExperts, kept_, refuse_changed
@@ -137,8 +135,7 @@ class _WithExperts(peft.PeftModel):
     def get_nb_trainable_parameters(self) -> tuple[int, int]:
         """Count parameters, for `print_trainable_parameters`, with the packed weights, which are buffers, among all."""
         trainable, total = super().get_nb_trainable_parameters()
-        packed = (module for module in self.modules() if isinstance(module, PackedModule))
-        return trainable, total + sum(math.prod(module.packed_weight.shape) for module in packed)
+        return trainable, total + count_packed(self)
 
     def save_pretrained(
         self,
@@ -231,19 +228,9 @@ def _wrap(model: Any, config: Any, adapter_name: str) -> Any:
 
 def _check(config: Any) -> None:
     """Raise a ValueError for options that adapters of experts do not have."""
-    wanted = dict(use_dora=(False,), lora_bias=(False,), fan_in_fan_out=(False,), init_lora_weights=(True, "gaussian"))
-    for name, values in wanted.items():
-        value = getattr(config, name, values[0])
-        if value not in values:
-            raise ValueError(f"peft_config.{name}: got {value!r}, wanted one of {values} for adapters of experts")
-    for name in FOREIGN:
-        value = getattr(config, name, None)
-        if value is not None and value is not False:
-            raise ValueError(f"peft_config.{name}: got {value!r}, wanted none of it for adapters of experts")
-    if str(getattr(config, "bias", "none")) != "none":
-        raise ValueError(f"peft_config.bias: got {config.bias!r}, wanted 'none' for adapters of experts")
-    if config.peft_type != "LORA":
-        raise ValueError(f"peft_config: got {config.peft_type}, wanted a LoraConfig")
+    refuse_foreign(vars(config), "peft_config")
+    if (init := config.init_lora_weights) not in (True, "gaussian"):
+        raise ValueError(f"peft_config.init_lora_weights: got {init!r}, wanted True or 'gaussian' for experts")
 
 
 def _chosen(model: nn.Module, config: Any) -> list[tuple[Target, int, float, bool]]:
@@ -256,10 +243,10 @@ def _chosen(model: nn.Module, config: Any) -> list[tuple[Target, int, float, boo
             continue
         if not target.experts:
             if _is_module(target.name, config, target.linear, model):
-                found.append((target, *_rank(config, target.name), False))
+                found.append((target, *rank_and_alpha(config, target.name), False))
             continue
         if is_named(target.name, config.target_parameters) or _is_module(target.path, config):
-            found.append((target, *_rank(config, target.name), False))
+            found.append((target, *rank_and_alpha(config, target.name), False))
             continue
         down = target.is_down
         for parts in [(name,) for name in _DOWN] if down else [] if target.name.endswith(".up_proj") else _SPLIT:
@@ -273,7 +260,7 @@ def _chosen(model: nn.Module, config: Any) -> list[tuple[Target, int, float, boo
                     f" {len(names)} projections of {target.experts}, wanted both of gate_proj and up_proj (w1 and w3),"
                     " which have one weight, of all experts"
                 )
-            numbers = {_rank(config, name) for name in names}
+            numbers = {rank_and_alpha(config, name) for name in names}
             if len(numbers) > 1:
                 raise ValueError(
                     f"peft_config: rank_pattern={config.rank_pattern} and alpha_pattern={config.alpha_pattern} give"
@@ -312,22 +299,14 @@ def _refuse_saved(model: nn.Module, config: Any) -> None:
 
 
 def _is_module(key: str, config: Any, layer: Any = None, model: Any = None) -> bool:
-    """True if PEFT's rule takes a name: a regular expression for all of it, or its endings; exclude_modules likewise.
-
-    "all-linear" takes a layer that is linear, but for the model's head.
-    """
-
-    def match(rule: Any) -> bool:
-        if isinstance(rule, str):
-            return re.fullmatch(rule, key) is not None
-        return is_named(key, rule)
-
+    """True if PEFT's rule takes a name; "all-linear" takes a layer that is linear, but for the model's head."""
     if _is_all_linear(config):  # not for routers that derive from nn.Linear: PEFT's forward fails at their tuples
         head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
-        wanted = (type(layer) is nn.Linear or is_packed_dense(layer)) and layer is not head
-    else:
-        wanted = match(config.target_modules or ())
-    return wanted and not match(getattr(config, "exclude_modules", None) or ())
+        if layer is head or not (type(layer) is nn.Linear or is_packed_dense(layer)):
+            return False
+        config = copy.copy(config)
+        config.target_modules = {key}
+    return bool(config.target_modules and check_target_module_exists(config, key))
 
 
 def _in_layers(experts: str, config: Any) -> bool:
@@ -336,10 +315,6 @@ def _in_layers(experts: str, config: Any) -> bool:
         return True
     number = re.search(r"\.(\d+)\.", experts)
     return number is not None and int(number[1]) in ([layers] if isinstance(layers, int) else layers)
-
-
-def _rank(config: Any, name: str) -> tuple[int, float]:
-    return rank_and_alpha(vars(config), name)
 
 
 @torch.no_grad()
@@ -372,8 +347,6 @@ def _rest(model: nn.Module, config: Any, tensors: dict[str, Tensor] | None = Non
         if (isinstance(module, BaseTunerLayer) or not module._modules) and not name.startswith(tuners)
     }
     found = {name for name, base in bases.items() if _is_module(name, config, base, model)}
-    # PEFT takes whole names in any layer.
-    found = {name for name in found if _in_layers(name, config) or name in config.target_modules}
     if tensors is not None:
         found = {name for name in found if any(f"{name}.lora_" in key for key in tensors)} or found
     rest.target_modules = found or _NOTHING
@@ -385,7 +358,7 @@ def _rest(model: nn.Module, config: Any, tensors: dict[str, Tensor] | None = Non
     ]  # fmt: skip
     if parameters:
         rest.target_parameters = parameters
-    if any(_rank(read, name) != _rank(config, name) for name in parameters):
+    if any(rank_and_alpha(read, name) != rank_and_alpha(config, name) for name in parameters):
         rest.rank_pattern, rest.alpha_pattern = read.rank_pattern, read.alpha_pattern
     rest.left_out_on_purpose = True  # for `refuse_left_out`
     return rest
@@ -400,14 +373,13 @@ def _complete(model: nn.Module, folder: Path, adapter: str, per_expert: bool) ->
     config = json.loads((folder / CONFIG).read_text())
     chosen = adapters(model, adapter)
     if chosen:
-        own, ours = encode(model, chosen, per_expert)
+        own, ours, ranks, alphas = encode(model, chosen, per_expert)
         tensors |= own
         nothing = config.get("target_modules") == _NOTHING
         if nothing and not config.get("target_parameters"):
             config |= {name: ours[name] for name in ("r", "lora_alpha", "use_rslora", "target_modules")}
             config |= {name: ours[name] for name in ("rank_pattern", "alpha_pattern", "target_parameters")}
         else:  # where the experts' numbers are others, they are in the patterns
-            ranks, alphas = numbers(model, chosen, per_expert)
             if config.get("use_rslora"):
                 alphas = {name: alpha / ranks[name] ** 0.5 for name, alpha in alphas.items()}
             alphas = {name: round(alpha, 9) for name, alpha in alphas.items()}

@@ -11,7 +11,6 @@ Legend: E experts, N out_features, K in_features, r rank of one part, P parts (2
 from __future__ import annotations
 
 import json
-import math
 import os
 import re
 from collections.abc import Iterator, Mapping
@@ -25,26 +24,34 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from thunder_moe.checkpoint.files import read_json
-from thunder_moe.finetune.lora import DTYPES, add_by_name_, freeze_others_, lora_linears, refuse_merged, use_lora_
+from thunder_moe.finetune.lora import (
+    DTYPES,
+    add_by_name_,
+    freeze_others_,
+    lora_linears,
+    refuse_merged,
+    scaling_of,
+    use_lora_,
+)
 from thunder_moe.formats.gate_up import deinterleave, interleave
 from thunder_moe.integrations.huggingface.checkpoint_names import expert_source
 from thunder_moe.integrations.huggingface.lora_targets import PREFIX, Target, blocks_of, is_named, place_of, targets
 from thunder_moe.integrations.huggingface.sharding import refuse_part
 from thunder_moe.nn.lora import LoRALinear, LoRASpec
+from thunder_moe.scratch import move_files, remove_leftovers, scratch_directory
 
 __all__ = [
     "CONFIG",
-    "FOREIGN",
     "WEIGHTS",
     "Adapter",
     "adapters",
     "encode",
     "load_lora_",
     "no_adapter",
-    "numbers",
     "pattern",
     "rank_and_alpha",
     "read_adapter",
+    "refuse_foreign",
     "save_lora",
     "set_adapter_",
     "write_adapter",
@@ -52,9 +59,9 @@ __all__ = [
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 # Options of a LoraConfig that change what an adapter computes, or of which layers.
-FOREIGN = (
-    "alora_invocation_tokens", "arrow_config", "kasa_config", "layer_replication", "monteclora_config", "use_bdlora",
-    "use_qalora", "velora_config",
+_FOREIGN = (
+    "alora_invocation_tokens", "arrow_config", "bias", "fan_in_fan_out", "kasa_config", "layer_replication",
+    "lora_bias", "monteclora_config", "use_bdlora", "use_dora", "use_qalora", "velora_config",
 )  # fmt: skip
 _OTHER_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")  # initializations that change the model's weights
 _ANY = "#"  # stands for the number of an expert
@@ -101,39 +108,36 @@ def save_lora(
         )
     path = Path(path).expanduser()
     path.mkdir(parents=True, exist_ok=True)
-    tensors, own = encode(model, chosen, per_expert)
+    tensors, own, *_ = encode(model, chosen, per_expert)
     write_adapter(path, tensors, own | (config or {}))
 
 
 def encode(
     model: Any, chosen: list[tuple[Target, Adapter]], per_expert: bool
-) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Return what the files of an adapter hold: the tensors and the configuration."""
-    encoded = _encode_per_expert(model, chosen) if per_expert else _encode(chosen)
-    tensors = {f"{PREFIX}{name}": tensor.contiguous() for name, tensor in encoded}
-    return tensors, _config(model, chosen, per_expert)
+) -> tuple[dict[str, Tensor], dict[str, Any], dict[str, int], dict[str, float]]:
+    """Return what the files of an adapter hold, the tensors and the configuration; and rank and alpha by what the files
+    name: parameters and dense layers, or the projections of experts as "...experts.#.gate_proj", for any expert."""
+    tensors: dict[str, Tensor] = {}
+    ranks: dict[str, int] = {}
+    alphas: dict[str, float] = {}
+    for name, key, a, b, rank, scaling in _encode_per_expert(model, chosen) if per_expert else _encode(chosen):
+        tensors |= {f"{PREFIX}{name}.lora_A.weight": a.contiguous(), f"{PREFIX}{name}.lora_B.weight": b.contiguous()}
+        ranks[key], alphas[key] = rank, rank * scaling
+    dense = {target.name for target, _ in chosen if not target.experts}
+    modules = [name for name in ranks if per_expert or name in dense]
+    return tensors, _config(model, ranks, alphas, modules), ranks, alphas
 
 
 def write_adapter(path: Path, tensors: dict[str, Tensor], config: dict[str, Any]) -> None:
-    """Write both files of an adapter into an existing directory; an error leaves an earlier adapter there unchanged.
-
-    The configuration goes first and comes last, so that an interruption never leaves weights beside the rank and alpha
-    of others.
-    """
-    weights, settings = path / f"{WEIGHTS}.unfinished", path / f"{CONFIG}.unfinished"
-    try:
+    """Write both files of an adapter into an existing directory; an error leaves an earlier adapter there unchanged."""
+    remove_leftovers(path)
+    with scratch_directory(path, path) as new:
         try:
-            save_file(tensors, weights, metadata={"format": "pt"})
+            save_file(tensors, new / WEIGHTS, metadata={"format": "pt"})
         except SafetensorError as error:
-            raise OSError(f"{weights}: cannot be written: {error}") from error
-        settings.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-    except BaseException:
-        weights.unlink(missing_ok=True)
-        settings.unlink(missing_ok=True)
-        raise
-    (path / CONFIG).unlink(missing_ok=True)
-    os.replace(weights, path / WEIGHTS)
-    os.replace(settings, path / CONFIG)
+            raise OSError(f"{path / WEIGHTS}: cannot be written: {error}") from error
+        (new / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+        move_files(new, path, CONFIG)
 
 
 def load_lora_(model: nn.Module, path: str | Path, adapter: str = "default", *, freeze: bool = True) -> nn.Module:
@@ -221,11 +225,7 @@ def read_adapter(
     refuse_part(model, "whose layers are whole, as an adapter's files are: add_lora_(model, ...) adds one for training")
     path = Path(path).expanduser()
     config = read_json(path / CONFIG)
-    if config.get("peft_type", "LORA") != "LORA" or config.get("use_dora") or config.get("lora_bias"):
-        raise ValueError(f"path: {path / CONFIG} is not of plain LoRA without biases, wanted peft_type LORA alone")
-    for name in FOREIGN:
-        if config.get(name) not in (None, False):
-            raise ValueError(f"path: {path / CONFIG} has {name} {config[name]!r}, wanted none of it")
+    refuse_foreign(config, f"path: {path / CONFIG}")
     if str(config.get("init_lora_weights")).lower().startswith(_OTHER_BASE):
         raise ValueError(
             f"path: {path / CONFIG} has init_lora_weights {config['init_lora_weights']!r}, whose adapters are for other"
@@ -264,6 +264,15 @@ def read_adapter(
     return found, rest, config
 
 
+def refuse_foreign(config: Mapping[str, Any], place: str) -> None:
+    """Raise a ValueError, which begins with `place`, for a configuration of more than plain LoRA."""
+    if (kind := config.get("peft_type", "LORA")) != "LORA":
+        raise ValueError(f"{place}: got {kind}, wanted a LoraConfig")
+    for name in _FOREIGN:
+        if (value := config.get(name)) not in (None, False, "none"):
+            raise ValueError(f"{place}.{name}: got {value!r}, wanted none of it for adapters of experts")
+
+
 def no_adapter(model: nn.Module, path: str | os.PathLike[Any], tensors: Mapping[str, Tensor]) -> ValueError:
     """Return the error for a directory whose files have tensors, but no adapter of a 4-bit linear of the model."""
     experts = {target.experts for target in targets(model) if target.experts}
@@ -276,7 +285,11 @@ def no_adapter(model: nn.Module, path: str | os.PathLike[Any], tensors: Mapping[
 # ---- as PEFT: A (E * r, K), B (N, r * E) of each parameter, whose wrappers are nested
 
 
-def _encode(chosen: list[tuple[Target, Adapter]]) -> Iterator[tuple[str, Tensor]]:
+# What an encoding yields: module in the file, its name in the configuration, A and B as matrices, rank, scaling.
+_Encoded = Iterator[tuple[str, str, Tensor, Tensor, int, float]]
+
+
+def _encode(chosen: list[tuple[Target, Adapter]]) -> _Encoded:
     by_module: dict[str, list[tuple[Target, Adapter]]] = {}
     for target, adapter in chosen:
         by_module.setdefault(target.block, []).append((target, adapter))
@@ -285,9 +298,8 @@ def _encode(chosen: list[tuple[Target, Adapter]]) -> Iterator[tuple[str, Tensor]
             joined = _joined(adapter)
             a, b = joined.a, interleave(joined.b) if target.interleaved else joined.b
             a, b = (b.transpose(1, 2), a.transpose(1, 2)) if target.swapped else (a, b)
-            name = block + ".base_layer" * depth
-            yield f"{name}.lora_A.weight", a.reshape(-1, a.shape[2])
-            yield f"{name}.lora_B.weight", b.permute(1, 2, 0).reshape(b.shape[1], -1)
+            a, b = a.reshape(-1, a.shape[2]), b.permute(1, 2, 0).reshape(b.shape[1], -1)
+            yield block + ".base_layer" * depth, target.name, a, b, joined.rank, joined.scaling
 
 
 def _decode(
@@ -329,28 +341,20 @@ def _decode(
 # ---- one adapter per expert and projection
 
 
-def _source(model: Any, target: Target) -> tuple[str, tuple[str, ...]]:
-    """Return the name of a target's experts in checkpoints, and the names of its projections there."""
-    assert target.module is not None
-    if not target.module.form.gated:
-        raise ValueError(f"per_expert: got experts without a gate ({target.experts}), wanted per_expert=False")
-    path, layout = expert_source(model, target.experts, target.module.form)
-    gate, up, down = layout.projections
-    return path, (down,) if target.is_down else (gate, up)
-
-
-def _encode_per_expert(model: Any, chosen: list[tuple[Target, Adapter]]) -> Iterator[tuple[str, Tensor]]:
+def _encode_per_expert(model: Any, chosen: list[tuple[Target, Adapter]]) -> _Encoded:
     for target, adapter in _with_zeros(model, chosen):
-        if not target.experts:
+        if target.module is None:
             yield from _encode([(target, adapter)])
             continue
-        path, names = _source(model, target)
+        if not target.module.form.gated:
+            raise ValueError(f"per_expert: got experts without a gate ({target.experts}), wanted per_expert=False")
+        path, layout = expert_source(model, target.experts, target.module.form)
+        names = layout.projections[2:] if target.is_down else layout.projections[:2]
         rows, columns = adapter.b.chunk(len(names), 1), adapter.a.chunk(adapter.parts, 1)
         for at, name in enumerate(names):
-            a, b = columns[at if adapter.parts > 1 else 0], rows[at]
-            for expert in range(a.shape[0]):
-                yield f"{path}.{expert}.{name}.lora_A.weight", a[expert].clone()
-                yield f"{path}.{expert}.{name}.lora_B.weight", b[expert].clone()
+            for expert, (a, b) in enumerate(zip(columns[at % adapter.parts], rows[at], strict=True)):
+                key = f"{path}.{_ANY}.{name}"
+                yield f"{path}.{expert}.{name}", key, a.clone(), b.clone(), adapter.rank, adapter.scaling
 
 
 def _with_zeros(model: nn.Module, chosen: list[tuple[Target, Adapter]]) -> Iterator[tuple[Target, Adapter]]:
@@ -439,12 +443,9 @@ def _joined(adapter: Adapter) -> Adapter:
     return Adapter(adapter.a, b, 2 * adapter.rank, adapter.scaling)
 
 
-def _config(model: Any, chosen: list[tuple[Target, Adapter]], per_expert: bool) -> dict[str, Any]:
-    ranks, alphas = numbers(model, chosen, per_expert)
+def _config(model: Any, ranks: dict[str, int], alphas: dict[str, float], modules: list[str]) -> dict[str, Any]:
     rank = min(ranks.values())
     alpha = next(alphas[name] for name in ranks if ranks[name] == rank)
-    dense = {target.name for target, _ in chosen if not target.experts}
-    modules = [name for name in ranks if per_expert or name in dense]
     return dict(
         peft_type="LORA", task_type="CAUSAL_LM", r=rank, lora_alpha=alpha, lora_dropout=0.0, bias="none",
         use_rslora=False, use_dora=False, fan_in_fan_out=False, inference_mode=True, init_lora_weights=True,
@@ -453,22 +454,6 @@ def _config(model: Any, chosen: list[tuple[Target, Adapter]], per_expert: bool) 
         target_parameters=sorted({_suffix(name) for name in ranks if name not in modules}) or None,
         rank_pattern=pattern(ranks, rank), alpha_pattern=pattern(alphas, alpha),
     )  # fmt: skip
-
-
-def numbers(
-    model: nn.Module, chosen: list[tuple[Target, Adapter]], per_expert: bool
-) -> tuple[dict[str, int], dict[str, float]]:
-    """Return rank and alpha (for alpha / rank) by what the files name: parameters and dense layers, or the projections
-    of experts as "...experts.#.gate_proj", for any expert."""
-    ranks, alphas = {}, {}
-    for target, adapter in _with_zeros(model, chosen) if per_expert else chosen:
-        names, rank = [target.name], adapter.rank * adapter.parts
-        if per_expert and target.experts:
-            path, projections = _source(model, target)
-            names, rank = [f"{path}.{_ANY}.{projection}" for projection in projections], adapter.rank
-        for name in names:
-            ranks[name], alphas[name] = rank, rank * adapter.scaling
-    return ranks, alphas
 
 
 def pattern(values: Mapping[str, float], general: float) -> dict[str, float]:
@@ -492,8 +477,9 @@ def _suffix(name: str) -> str:
     return ".".join(name.split(".")[-3:])
 
 
-def rank_and_alpha(config: Mapping[str, Any], name: str) -> tuple[Any, Any]:
+def rank_and_alpha(config: Any, name: str) -> tuple[Any, Any]:
     """Return the rank and alpha of a module by its name, as PEFT finds them in the patterns of a configuration."""
+    config = config if isinstance(config, Mapping) else vars(config)
 
     def of(pattern: Mapping[str, Any] | None, default: Any) -> Any:
         return next((value for key, value in (pattern or {}).items() if re.match(rf"(.*\.)?({key})$", name)), default)
@@ -507,12 +493,8 @@ def rank_and_alpha(config: Mapping[str, Any], name: str) -> tuple[Any, Any]:
 def _rank_and_scaling(config: dict[str, Any], name: str) -> tuple[int, float]:
     try:
         rank, alpha = rank_and_alpha(config, name)
-        rank, alpha = int(rank), float(alpha)
+        return int(rank), scaling_of(int(rank), float(alpha), bool(config.get("use_rslora")))
     except (AttributeError, KeyError, TypeError, ValueError, re.error) as error:
         raise ValueError(
-            f"path: {CONFIG} has no valid r and lora_alpha, or rank_pattern and alpha_pattern, for {name} ({error!r})"
+            f"path: {CONFIG} has no valid r and lora_alpha, or rank_pattern and alpha_pattern, for {name} ({error})"
         ) from error
-    if rank < 1 or not math.isfinite(alpha) or alpha == 0:
-        wanted = "wanted at least 1, and a finite number that is not 0"
-        raise ValueError(f"path: {CONFIG} has rank {rank} and alpha {alpha} for {name}, {wanted}")
-    return rank, alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)

@@ -72,8 +72,7 @@ class TunerWithExperts(LoraModel):
 
     def _activate(self) -> None:
         """Make the active adapters active in 4-bit layers, or none while adapters are disabled."""
-        known = names_of(self.model)
-        if known:
+        if known := names_of(self.model):
             wanted = [] if self.experts_disabled else self.active_adapters
             use_lora_(self.model, [name for name in wanted if name in known])
 
@@ -85,18 +84,16 @@ class TunerWithExperts(LoraModel):
         self._activate()
         for linear in lora_linears(self.model).values():
             linear.lora_by_peft = True
-            for name in linear.lora_specs:
-                for parameters in (linear.lora_A, linear.lora_B):
-                    parameters[name].requires_grad_(trainable and name in self.active_adapters)
+        for name in names_of(self.model):
+            for parameter in lora_parameters(self.model, name):
+                parameter.requires_grad_(trainable and name in self.active_adapters)
 
     def set_requires_grad(self, adapter_names: str | Sequence[str], requires_grad: bool = True) -> None:
         """Make parameters of adapters trainable or not, in 4-bit layers, too."""
         super().set_requires_grad(adapter_names, requires_grad)
         names = [adapter_names] if isinstance(adapter_names, str) else adapter_names
-        for linear in lora_linears(self.model).values():
-            for name in set(names) & linear.lora_specs.keys():
-                linear.lora_A[name].requires_grad_(requires_grad)
-                linear.lora_B[name].requires_grad_(requires_grad)
+        for parameter in (each for name in names for each in lora_parameters(self.model, name)):
+            parameter.requires_grad_(requires_grad)
 
     def add_weighted_adapter(self, *args: Any, **kwargs: Any) -> None:
         """Raise a ValueError: experts would be without the new adapter."""

@@ -3,7 +3,7 @@ Called by transformers, to which quantizer makes it known; calls choose for the 
 experts to pack single weights.
 
 Pipeline: 16-bit skeleton on "meta" -> the modules that `quantize_` would replace are chosen in it -> transformers reads
-the weights of a layer, merges them and hands them to `_Quantize` -> each weight of experts is packed at once; a module
+the weights of a layer, merges them and hands them to `_Load` -> each weight of experts is packed at once; a module
 whose tensors are all there is replaced -> after the load, `quantize_` takes what could not be chosen ahead (tied
 weights that are not tied after all).
 """
@@ -26,11 +26,10 @@ from thunder_moe.integrations.huggingface.experts import NVFP4Experts, pack_ahea
 from thunder_moe.integrations.huggingface.families import TransformersExperts
 from thunder_moe.integrations.huggingface.forms import require_form, stored_weights
 from thunder_moe.integrations.huggingface.loading import PackedQuantizer, mark_initialized
-from thunder_moe.integrations.huggingface.offload import Offloaded, separate
+from thunder_moe.integrations.huggingface.offload import Offloaded
 from thunder_moe.integrations.huggingface.saving import forget_quantization
 from thunder_moe.integrations.huggingface.sharded_forward import local_of, sharding_of
 from thunder_moe.integrations.huggingface.sharding import refuse_parallel
-from thunder_moe.nn.linear import NVFP4LinearPart
 from thunder_moe.nn.packed import PackedModule
 from thunder_moe.quantization.choose import choose_modules, non_finite_problem
 from thunder_moe.quantization.dense_linears import DenseLinears
@@ -81,7 +80,7 @@ class ThunderMoeQuantizer(PackedQuantizer):
 
     def get_quantize_ops(self) -> ConversionOps:
         assert self._load is not None
-        return _Quantize(self._load)
+        return self._load
 
     def _load_of(self, model: Any) -> _Load:
         if self._load is None:
@@ -91,46 +90,48 @@ class ThunderMoeQuantizer(PackedQuantizer):
     def finish(self, model: Any) -> None:
         """Quantize the rest, and make the model what `quantize_` makes."""
         load, self._load = self._load_of(model), None
-        load.replace_started()
+        for module in load.offloaded:
+            module.put_back()
         self.check_shapes(model)
-        load.quantize_rest()
+        load.finish()
         forget_quantization(model)
 
 
-class _Load:
-    """One call of ``from_pretrained``.
+class _Load(ConversionOps):
+    """One call of ``from_pretrained``, and what transformers calls with the weights that it has merged for the model.
 
     Attributes:
         units: full name of each parameter that is to be quantized -> the modules that are replaced with it.
+        offloaded: modules that are out of the model until accelerate has dispatched it.
     """
 
     def __init__(self, model: Any, config: ThunderMoeConfig, device_map: Any, dtype: torch.dtype | None) -> None:
         refuse_parallel(model)
         self.model, self.config, self.device_map = model, config, device_map or {"": "cpu"}
         self.units: dict[str, _Unit] = {}
-        self.replaced = False
-        self._offloaded: list[Offloaded] = []
+        self.offloaded: list[Offloaded] = []
         with torch.inference_mode(False), torch.no_grad():
-            plan = choose_modules(model, **config.options(), device_of=self._device_of(model))
+            names = {module: name for name, module in model.named_modules()}
+            device_of: Any = lambda module: self.device(names[module])  # noqa: E731
+            plan = choose_modules(model, **config.options(), device_of=device_of)
         run, chosen = plan.run, plan.chosen
         places = Counter(child for parent in model.modules() for child in parent._modules.values())
         tied = {*model.all_tied_weights_keys, *model.all_tied_weights_keys.values()}
         done: set[nn.Module] = set()
         for module, place in chosen.items():
-            together = place.family.packed_together(module) if isinstance(place.family, DenseLinears) else [module]
-            members = [(member, chosen[member]) for member in together]
+            together = [module]
+            if isinstance(place.family, DenseLinears):
+                if self._waits(place.name):  # offloading a stack would take the tensors of its parts away
+                    place.family.unstack(module)
+                together = place.family.packed_together(module)
             if module in done or not isinstance(place.family, DenseLinears | TransformersExperts):
                 continue
             done.update(together)
-            unit = _Unit(model, members, run)
+            unit = _Unit(model, [(member, chosen[member]) for member in together], run)
             # What is not certain, or not of the dtype that transformers is going to load it in, is quantized later.
             ahead = not tied.intersection(unit.waiting) and all(places[member] == 1 for member in together)
             if ahead and all(parameter.dtype == dtype for parameter in unit.parameters()):
                 self.units |= dict.fromkeys(unit.waiting, unit)
-
-    def _device_of(self, model: nn.Module) -> Any:
-        names = {module: name for name, module in model.named_modules()}
-        return lambda module: self.device(names[module])
 
     def device(self, name: str) -> torch.device:
         """Return the device on which a module or parameter of this name will be."""
@@ -147,35 +148,41 @@ class _Load:
 
     def _waits(self, name: str) -> str | None:
         """Return where an offloaded module or parameter waits, "cpu" or "disk"; None if it is not offloaded."""
+        if isinstance(self.device_map, str):
+            return None
         device = str(get_device(self.device_map, name))
         return device if device == "disk" or (device == "cpu" and self._main.type != "cpu") else None
 
-    def take(self, name: str, tensor: Tensor) -> dict[str, Tensor]:
-        """Take a tensor of a unit that has been loaded; return what transformers is to write to disk."""
-        unit, waits = self.units[name], self._waits(name)
-        files: dict[str, Tensor] = {}
-        unit.take(name, tensor.to(self.device(name)))
-        if not unit.waiting:
-            places = unit.replace(separately=waits is not None)
-            self.replaced = True
-            for parent, key, module_name in places if waits is not None else ():
-                self._offloaded.append(Offloaded(parent, key, module_name, on_disk=waits == "disk"))
-                files |= self._offloaded[-1].files()
-        return files
+    def convert(
+        self, input_dict: dict[str, Any], *args: Any, missing_keys: set[str] | None = None, **kwargs: Any
+    ) -> dict[str, Any]:
+        """Take the tensors that are to be quantized; return the others, and what is to be written to disk."""
+        others: dict[str, Any] = {}
+        try:
+            for name in list(input_dict):
+                tensor = input_dict.pop(name)
+                if name not in self.units:
+                    others[name] = tensor
+                    continue
+                unit, waits = self.units[name], self._waits(name)
+                unit.take(name, (tensor[0] if isinstance(tensor, list) else tensor).to(self.device(name)))
+                replaced = [] if unit.waiting else unit.replace()
+                for each in replaced if waits else ():
+                    self.offloaded.append(Offloaded(self.model, each, others if waits == "disk" else None))
+                if missing_keys is not None:
+                    missing_keys.discard(name)
+        except Exception as error:
+            return _Failed(error)
+        return others
 
-    def replace_started(self) -> None:
-        """Put offloaded modules back, and replace units that lack weights in the checkpoint."""
-        for module in self._offloaded:
-            module.put_back()
+    def finish(self) -> None:
+        """Replace units that lack weights in the checkpoint, and quantize what was not chosen ahead."""
         for unit in dict.fromkeys(self.units.values()):
             if unit.started:
                 unit.replace()
-                self.replaced = True
-
-    def quantize_rest(self) -> None:
-        """Quantize what was not chosen ahead."""
         with torch.inference_mode(False), torch.no_grad():
-            plan = choose_modules(self.model, **self.config.options(), required=not self.replaced)
+            replaced = any(unit.replaced for unit in self.units.values())
+            plan = choose_modules(self.model, **self.config.options(), required=not replaced)
         if plan.chosen:
             plan.quantize_modules()
 
@@ -185,7 +192,8 @@ class _Unit:
 
     Attributes:
         waiting: full names of the parameters that are not loaded yet -> module and name there.
-        started: whether a weight has been packed, and not all are there.
+        started: whether a weight of experts has been packed.
+        replaced: whether the modules are.
         bytes_per_weight: of a packed weight with its share of a scale.
     """
 
@@ -193,7 +201,7 @@ class _Unit:
         self._model, self._members = model, members
         self._run = Quantization(run.pack, run.layout, packs=run.packs)  # with a memo of its own: see `pack_ahead`
         self.bytes_per_weight = FORMATS[members[0][1].format].bits_per_weight / 8  # those of one weight have one format
-        self.started = False
+        self.started = self.replaced = False
         self.waiting: dict[str, tuple[nn.Module, str]] = {}
         for module, place in members:
             names = (
@@ -214,15 +222,16 @@ class _Unit:
         module, name = self.waiting[full_name]
         parameter, sharding = module.get_parameter(name), sharding_of(module)
         wanted, tensor = local_of(parameter).shape, local_of(tensor)
+        where, problem = f"model: {full_name.rpartition('.')[0]!r}", None
         if tensor.shape != wanted:
-            raise ValueError(
-                f"checkpoint: {full_name} has shape {tuple(tensor.shape)}, the model's has {tuple(wanted)}"
-            )
-        if name in (*_WEIGHTS, "weight"):
+            where = f"checkpoint: {full_name}"
+            problem = f"has shape {tuple(tensor.shape)}, the model's has {tuple(wanted)}"
+        elif name in (*_WEIGHTS, "weight"):
             problem = non_finite_problem(tensor, all_experts=sharding is None)
-            problem = problem if sharding is None else sharding.problem_on_any_rank(problem)
-            if problem is not None:
-                raise ValueError(f"model: {full_name.rpartition('.')[0]!r} {problem}")
+        if sharding is not None:  # of experts that do not divide one process may have too many, and the others wait
+            problem = sharding.problem_on_any_rank(problem)
+        if problem is not None:
+            raise ValueError(f"{where} {problem}")
         if name in _WEIGHTS:
             pack_ahead(module, name, tensor, self._run.memo, self._run.for_module(module).pack, self._run.layout)
             self.started = True
@@ -234,60 +243,22 @@ class _Unit:
 
     @torch.inference_mode(False)
     @torch.no_grad()
-    def replace(self, *, separately: bool = False) -> list[tuple[nn.Module, str, str]]:
-        """Replace the modules, `separately` with nothing shared between them.
-
-        Returns:
-            Of each its parent, its name there and its full name.
-        """
+    def replace(self) -> list[str]:
+        """Replace the modules; return their full names."""
 
         def convert(module: nn.Module, family: ExpertFamily) -> nn.Module:
             return family.convert(module, self._run.for_module(module))
 
-        places: list[tuple[nn.Module, str, str]] = []
+        names = [place.name for _, place in self._members]
         for module, place in self._members:
             path, _, key = place.name.rpartition(".")
             parent = self._model.get_submodule(path)
             new = replace_module(module, place, [(parent, key)], convert, "quantizing")
-            packed = (
-                each for each in (*new.modules(), *parent.children()) if isinstance(each, PackedModule | NVFP4Experts)
-            )
-            mark_initialized(*packed)
-            places.append((parent, key, place.name))
-        for parent, key, _ in places if separately else ():
-            each = parent._modules[key]
-            if isinstance(each, NVFP4LinearPart):
-                linear = separate(each)
-                mark_initialized(linear)
-                self._members[0][1].family.put(parent, key, linear)
+            packed = (*new.modules(), *parent.children())
+            mark_initialized(*(each for each in packed if isinstance(each, PackedModule | NVFP4Experts)))
         self._members, self._run.memo = [], {}
-        self.started = False
-        return places
-
-
-class _Quantize(ConversionOps):
-    """Quantize the weights of a layer, when transformers has renamed and merged them for the model."""
-
-    def __init__(self, load: _Load) -> None:
-        self.load = load
-
-    def convert(
-        self, input_dict: dict[str, Any], *args: Any, missing_keys: set[str] | None = None, **kwargs: Any
-    ) -> dict[str, Any]:
-        """Take the tensors that are to be quantized; return the others, and what is to be written to disk."""
-        others: dict[str, Any] = {}
-        try:
-            for name in list(input_dict):
-                tensor = input_dict.pop(name)
-                if name not in self.load.units:
-                    others[name] = tensor
-                    continue
-                others |= self.load.take(name, tensor[0] if isinstance(tensor, list) else tensor)
-                if missing_keys is not None:
-                    missing_keys.discard(name)
-        except Exception as error:
-            return _Failed(error)
-        return others
+        self.started, self.replaced = False, True
+        return names
 
 
 class _Failed(dict[str, Any]):

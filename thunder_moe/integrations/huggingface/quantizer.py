@@ -26,7 +26,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from thunder_moe.checkpoint import Checkpoint, ExpertsLayout
 from thunder_moe.checkpoint.formats.compressed_tensors import COMPRESSED_TENSORS
 from thunder_moe.dense_names import is_read_by_code
-from thunder_moe.finetune.lora import restore_adapters_
+from thunder_moe.finetune.lora import ADAPTER_NAME, restore_adapters_
 from thunder_moe.formats.block_format import NVFP4, BlockFormat
 from thunder_moe.formats.weight import WEIGHTS, PackedWeight
 from thunder_moe.integrations.huggingface import attention, implementation  # noqa: F401  (entries in transformers)
@@ -68,7 +68,6 @@ logger = logging.getLogger(__name__)
 _WAITING = "_thunder_moe_weight"
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")  # of a layer, in a module's name
 _NOT_WEIGHTS = r"\.((input|input_global|k|v|weight_global)_scale|weight_scale(_inv|_2)?)$"
-_ADAPTERS = r"\.lora_([AB]\.[^.]+|specs)$"  # of thunder_moe.finetune.lora.stored_adapters
 
 
 class NVFP4CheckpointQuantizer(PackedQuantizer):
@@ -83,14 +82,9 @@ class NVFP4CheckpointQuantizer(PackedQuantizer):
     def __init__(self, quantization_config: NVFP4CheckpointConfig, **kwargs: Any) -> None:
         super().__init__(quantization_config, **kwargs)
         self.layouts: dict[str, tuple[str, ExpertsLayout]] = {}
-        self._forget()
-
-    def _forget(self) -> None:
-        """Hold nothing of a load: by paths in the checkpoint the packed modules, and those that stay in 16 bits."""
+        # By paths in the checkpoint, during a load: the packed modules, and those that stay in 16 bits.
         self._packed: dict[str, NVFP4Experts | NVFP4Linear] = {}
         self._dense: dict[str, nn.Module] = {}
-        self._dtypes: dict[str, torch.dtype] = {}
-        self._shapes: dict[str, torch.Size] = {}
 
     def validate_environment(self, *args: Any, device_map: Any = None, **kwargs: Any) -> None:
         if isinstance(device_map, dict) and "disk" in device_map.values():
@@ -109,7 +103,7 @@ class NVFP4CheckpointQuantizer(PackedQuantizer):
         self.checkpoint.require_4_bit_experts()
         forms = [form_of(module) for module in names.blocks.values()]
         self.checkpoint.interleaved |= any(form.interleaved for form in forms if form is not None)
-        unexpected, missing = [_NOT_WEIGHTS, _ADAPTERS], [rf"\.{_WAITING}$"]
+        unexpected, missing = [_NOT_WEIGHTS, ADAPTER_NAME.pattern], [rf"\.{_WAITING}$"]
         dense: set[str] = set()
         for source in (*self.checkpoint.experts, *self.checkpoint.dense):
             is_block = source in self.checkpoint.experts
@@ -204,14 +198,18 @@ class NVFP4CheckpointQuantizer(PackedQuantizer):
         formats = " and ".join(sorted({self.checkpoint.number_format(source).name.upper() for source in self._packed}))
         with progress_bar(total=total, desc=f"loading {formats} weights", unit="module", disable=total < 8) as bar:
             for source, packed in self._packed.items():
-                fill: Any = _fill_experts if isinstance(packed, NVFP4Experts) else _fill_linear
-                fill(source, packed, self.checkpoint)
+                if isinstance(packed, NVFP4Experts):
+                    _fill_experts(source, packed, self.checkpoint)
+                else:
+                    weight = self.checkpoint.read_dense_weight(source, packed.qdata.device, packed.process_part)
+                    _set_weight(packed, weight, self.checkpoint, source, "a weight")
+                    del weight
                 bar.update()
             for source, module in self._dense.items():
-                weight = module._parameters.pop(_WAITING)
-                assert weight is not None
-                _fill_dense(weight, self.checkpoint.read_dense(source, weight.dtype, weight.device))
-                module.register_parameter("weight", weight)
+                parameter = module._parameters.pop(_WAITING)
+                assert parameter is not None
+                _fill_dense(parameter, self.checkpoint.read_dense(source, parameter.dtype, parameter.device))
+                module.register_parameter("weight", parameter)
                 bar.update()
         for name, parameter in model.named_parameters():
             # transformers 5.7 leaves what it renames in the checkpoint's dtype; float32 may be on purpose.
@@ -222,7 +220,7 @@ class NVFP4CheckpointQuantizer(PackedQuantizer):
             join_read_together(model)
         self._restore_adapters(model)
         self.checkpoint.files.close()
-        self._forget()
+        self._packed, self._dense = {}, {}
         forget_in_configs(model, "_is_quantized")  # transformers' Jamba computes otherwise where it is there
 
     def _restore_adapters(self, model: Any) -> None:
@@ -230,7 +228,7 @@ class NVFP4CheckpointQuantizer(PackedQuantizer):
         modules, prefix = {name for name, _ in model.named_modules(remove_duplicate=False)}, model.base_model_prefix
         stored: dict[str, torch.Tensor] = {}
         for key in self.checkpoint.others:
-            if (match := re.search(_ADAPTERS, key)) is None:
+            if (match := ADAPTER_NAME.search(key)) is None:
                 continue
             path = key[: match.start()]
             # A model with a head reads what one without has written, and the reverse.
@@ -285,13 +283,12 @@ def _put_linear(model: nn.Module, name: str, linear: Any, form: BlockFormat) -> 
     return new
 
 
-def _fill_linear(source: str, linear: NVFP4Linear, checkpoint: Checkpoint) -> None:
-    """Read the weight of a dense layer onto the device of its module."""
-    weight = checkpoint.read_dense_weight(source, linear.qdata.device, linear.process_part)
-    wanted = (1, linear.out_features, linear.in_features)
+def _set_weight(module: Any, weight: PackedWeight, checkpoint: Checkpoint, source: str, kind: str) -> None:
+    """Give a module a weight of the checkpoint, in the layout that its kernels read best."""
+    wanted = (getattr(module, "num_experts", 1), module.out_features, module.in_features)
     if weight.shape != wanted:
-        raise ValueError(f"{checkpoint.path}: {source} has a weight {weight.shape[1:]}, wanted {wanted[1:]}")
-    linear.set_weight(lay_out(weight, "auto"))
+        raise ValueError(f"{checkpoint.path}: {source} has {kind} {weight.shape}, wanted {wanted}")
+    module.set_weight(lay_out(weight, "auto"))
 
 
 def _fill_dense(parameter: Any, weight: Tensor) -> None:
@@ -308,16 +305,10 @@ def _fill_dense(parameter: Any, weight: Tensor) -> None:
 
 
 def _fill_experts(source: str, module: NVFP4Experts, checkpoint: Checkpoint) -> None:
-    """Read the experts of a layer onto the device of their module, in the layout that its kernels read best."""
+    """Read the experts of a layer onto the device of their module."""
     weights = checkpoint.read_experts(source, module.down_proj.qdata.device, module.part)
-    for name, linear, weight in (
-        ("up", module.gate_up_proj, weights.gate_up),
-        ("down", module.down_proj, weights.down),
-    ):
-        wanted = (linear.num_experts, linear.out_features, linear.in_features)
-        if weight.shape != wanted:
-            raise ValueError(f"{checkpoint.path}: {source} has {name} projections {weight.shape}, wanted {wanted}")
-        linear.set_weight(lay_out(weight, "auto"))
+    _set_weight(module.gate_up_proj, weights.gate_up, checkpoint, source, "up projections")
+    _set_weight(module.down_proj, weights.down, checkpoint, source, "down projections")
     for parameter, bias in ((module.gate_up_bias, weights.gate_up_bias), (module.down_bias, weights.down_bias)):
         if parameter is None and bias is None:
             continue

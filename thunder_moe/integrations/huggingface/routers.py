@@ -31,7 +31,6 @@ from thunder_moe.quantization.accelerate_hooks import HOOK_ATTRIBUTES
 from thunder_moe.routing import LINEAR_ROUTER_TOKENS, RouterConfig
 
 __all__ = [
-    "KNOWN_CODE",
     "OWN_STATE",
     "FusedRouter",
     "RouterCall",
@@ -41,13 +40,11 @@ __all__ = [
     "is_one_operator",
     "is_setting",
     "restore_routers",
-    "routers_of",
     "settings_of",
 ]
 
-_TORCH_STATE = frozenset(vars(nn.Module()))
 KNOWN_CODE = "transformers.models."
-OWN_STATE = _TORCH_STATE | {*HOOK_ATTRIBUTES}  # attributes that are torch's or accelerate's
+OWN_STATE = frozenset({*vars(nn.Module()), *HOOK_ATTRIBUTES})  # attributes that are torch's or accelerate's
 _DEFAULTS = {field.name: field.default for field in fields(RouterConfig)}  # those of moe_router
 Order = tuple[Tensor, Tensor, Tensor]
 
@@ -244,15 +241,7 @@ def restore_routers(layer: nn.Module) -> None:
 
 
 def fuse_router(router: nn.Module, orders: RowOrders) -> bool:
-    """Make a router run `moe_router`, if the table has its class.
-
-    Args:
-        router: one of `routers_of`; it gets the forward of `FusedRouter`.
-        orders: where it leaves the order of rows.
-
-    Returns:
-        True if it does now.
-    """
+    """Make a router run `moe_router` and leave the order of rows, if the table has its class; True if it does now."""
     attributes: dict[str, Any] = {"row_orders": orders}
     if not isinstance(router, FusedRouter):
         call = fused_call(router)

@@ -24,7 +24,7 @@ from transformers import PreTrainedModel
 
 from thunder_moe.checkpoint.files import INDEX_NAME
 from thunder_moe.checkpoint.writer import MAX_SHARD_SIZE
-from thunder_moe.finetune.lora import lora_linears
+from thunder_moe.finetune.lora import ADAPTER_NAME, lora_linears, stored_adapters
 from thunder_moe.finetune.qat import FakeQuantize
 from thunder_moe.integrations.huggingface.class_swap import OtherMethods
 from thunder_moe.integrations.huggingface.configs import METHOD, ON_LOAD
@@ -33,14 +33,14 @@ from thunder_moe.integrations.huggingface.state_dicts import load_by_checkpoint_
 from thunder_moe.integrations.huggingface.writing import is_shared, write_model
 from thunder_moe.nn.packed import PackedModule
 from thunder_moe.quantization.quantize import dequantize_, dequantize_with_
-from thunder_moe.scratch import lock, remove_leftovers, scratch_directory
+from thunder_moe.scratch import move_files, remove_leftovers, scratch_directory
 
-__all__ = ["QuantizedModel", "forget_in_configs", "forget_quantization", "mark_quantized"]
+__all__ = ["QuantizedModel", "count_packed", "forget_in_configs", "forget_quantization", "mark_quantized"]
 
 logger = logging.getLogger(__name__)
 
 CONFIG_NAME = "config.json"
-_WEIGHTS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors")
+_WEIGHTS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors|" + re.escape(INDEX_NAME))
 
 
 class QuantizedModel(OtherMethods):
@@ -106,18 +106,10 @@ class QuantizedModel(OtherMethods):
             )
         if not _is_quantized(self) or of_peft:
             return save(  # type: ignore[no-any-return]
-                save_directory,
-                is_main_process=is_main_process,
-                state_dict=state_dict,
-                push_to_hub=push_to_hub,
-                max_shard_size=max_shard_size,
-                variant=variant,
-                token=token,
-                save_peft_format=save_peft_format,
-                save_original_format=save_original_format,
-                distributed_checkpoint=distributed_checkpoint,
-                **kwargs,
-            )
+                save_directory, is_main_process=is_main_process, state_dict=state_dict, push_to_hub=push_to_hub,
+                max_shard_size=max_shard_size, variant=variant, token=token, save_peft_format=save_peft_format,
+                save_original_format=save_original_format, distributed_checkpoint=distributed_checkpoint, **kwargs,
+            )  # fmt: skip
         if variant is not None:
             raise ValueError(f"variant: got {variant!r}, wanted None: a 4-bit checkpoint has one form")
         if distributed_checkpoint:
@@ -132,9 +124,8 @@ class QuantizedModel(OtherMethods):
             raise ValueError("state_dict: got one for a model that several processes share, wanted None")
         if not is_main_process and not shared:
             return None
-        with _tensors_of(self, state_dict), _written(self, directory, max_shard_size) as whole:
-            if whole.exists():  # the first of several processes has it
-                _move(whole, directory)
+        with _tensors_of(self, state_dict):
+            _write(self, directory, max_shard_size)
         if shared:
             torch.distributed.barrier()
         if push_to_hub and is_main_process:
@@ -186,13 +177,7 @@ class QuantizedModel(OtherMethods):
         """Count as transformers does, and each packed weight with the number of its 16-bit weights: all of them, even
         where several processes share it."""
         count: int = super().num_parameters(only_trainable, exclude_embeddings)  # type: ignore[misc]
-        if only_trainable:
-            return count
-        packed = {id(module.qdata): module for module in self.modules() if isinstance(module, PackedModule)}
-        for module in packed.values():
-            _, _, parts = module.process_part or (0, 0, 1)
-            count += parts * math.prod(module.packed_weight.shape)
-        return count
+        return count if only_trainable else count + count_packed(self)
 
     def half(self: Any) -> Any:
         """Cast all but the packed weights; transformers refuses that where a model was loaded in 4 bits."""
@@ -238,6 +223,12 @@ def mark_quantized(model: nn.Module) -> None:
             forget_quantization(module)
 
 
+def count_packed(model: nn.Module) -> int:
+    """Return the number of 16-bit weights that the packed ones stand for, in all processes that share them."""
+    packed = {id(module.qdata): module for module in model.modules() if isinstance(module, PackedModule)}
+    return sum((each.process_part or (0, 0, 1))[2] * math.prod(each.packed_weight.shape) for each in packed.values())
+
+
 def _is_quantized(model: nn.Module) -> bool:
     return any(isinstance(module, PackedModule) for module in model.modules())
 
@@ -278,23 +269,14 @@ def _tensors_of(model: Any, state_dict: Mapping[str, Tensor] | None) -> Iterator
     places: list[tuple[dict[str, Any], str, Tensor]] = []
     given: dict[int, Tensor] = {}
     names: dict[int, str] = {}
-    present: set[str] = set()
-    merged = {
-        id(each[name])
-        for linear in lora_linears(model).values()
-        for name in linear.lora_merged
-        for each in (linear.lora_A, linear.lora_B)
-    }
+    adapters = stored_adapters(model)
     for place, module in model.named_modules(remove_duplicate=False):
         dropped = module._non_persistent_buffers_set if state_dict is not None else ()
-        buffers = [key for key in module._buffers if key not in dropped]
-        for home, keys in ((module._parameters, list(module._parameters)), (module._buffers, buffers)):
-            for key in keys:
-                if (tensor := home[key]) is None or id(tensor) in merged:
-                    continue
-                name = f"{place}.{key}" if place else key
-                present.add(name)
-                if state_dict is None and not tensor.is_meta:
+        for home in (module._parameters, module._buffers):
+            for key, tensor in home.items():
+                name = f"{place}.{key}".lstrip(".")
+                merged = ADAPTER_NAME.search(name) is not None and name not in adapters
+                if tensor is None or key in dropped or merged or (state_dict is None and not tensor.is_meta):
                     continue
                 places.append((home, key, tensor))
                 names.setdefault(id(tensor), name)
@@ -306,8 +288,13 @@ def _tensors_of(model: Any, state_dict: Mapping[str, Tensor] | None) -> Iterator
         raise ValueError(f"model: {lacking[0]} is on the 'meta' device, wanted it in memory or offloaded by accelerate")
     if lacking:
         raise ValueError(f"state_dict: lacks {', '.join(lacking[:5])}, wanted all tensors of the model")
-    if state_dict is not None:
-        _require_adapters_of(model, state_dict, present)
+    for name, tensor in (state_dict or {}).items():
+        own, is_record = adapters.get(name), name.endswith(".lora_specs")
+        if ADAPTER_NAME.search(name) and (own is None or (is_record and not torch.equal(tensor.cpu(), own))):
+            raise ValueError(
+                f"state_dict: got {name} of adapters that the model has merged, lacks, or has in another form (rank,"
+                " alpha, activity), wanted the state dict of the model as it is now"
+            )
     try:
         for home, key, tensor in places:
             home[key] = given[id(tensor)]
@@ -315,23 +302,6 @@ def _tensors_of(model: Any, state_dict: Mapping[str, Tensor] | None) -> Iterator
     finally:
         for home, key, tensor in places:
             home[key] = tensor
-
-
-def _require_adapters_of(model: nn.Module, state_dict: Mapping[str, Tensor], present: set[str]) -> None:
-    """Raise for adapters in a state dict that would not be saved: the model has merged or removed them meanwhile."""
-    for name in state_dict:
-        if (".lora_A." in name or ".lora_B." in name) and name not in present:
-            raise ValueError(
-                f"state_dict: got {name}, of an adapter that the model has merged or lacks, wanted the state dict of"
-                " the model as it is now"
-            )
-    for path, linear in lora_linears(model).items():
-        given, own = state_dict.get(f"{path}.lora_specs"), linear.lora_record()
-        if given is not None and (own is None or not torch.equal(given.cpu(), own.cpu())):
-            raise ValueError(
-                f"state_dict: got {path}.lora_specs of other adapters than the model has (rank, alpha, activity),"
-                " wanted the state dict of the model as it is now"
-            )
 
 
 def _offloaded(model: Any, name: str) -> Tensor | None:
@@ -346,53 +316,24 @@ def _offloaded(model: Any, name: str) -> Tensor | None:
     return None
 
 
-@contextmanager
-def _written(model: Any, directory: Path, max_shard_size: int | str) -> Iterator[Path]:
-    """Write the checkpoint into a directory in `directory`, or beside one that does not exist; remove it afterwards."""
-    for name, parameter in () if is_shared(model) else model.named_parameters():
+def _write(model: Any, directory: Path, max_shard_size: int | str) -> None:
+    """Write the checkpoint into a directory in `directory`, or beside one that does not exist, and move it from there.
+    Weights of another checkpoint in `directory` are removed."""
+    shared = is_shared(model)
+    for name, parameter in () if shared else model.named_parameters():
         if hasattr(parameter, "full_tensor"):
             raise ValueError(f"model: {name} is sharded (a DTensor); pass the gathered tensors as state_dict")
     # One that exists may be a mount point: files can be moved within it alone.
     place = directory if directory.exists() else directory.absolute().parent
     place.mkdir(parents=True, exist_ok=True)
-    if not is_shared(model) or torch.distributed.get_rank() == 0:
+    if not shared or torch.distributed.get_rank() == 0:
         remove_leftovers(directory)
     with scratch_directory(directory, place) as around:
-        yield write_model(model, around / "whole", max_shard_size, None)
-
-
-def _move(whole: Path, directory: Path) -> None:
-    """Move the files of a checkpoint into a directory, and remove the weights of another one there.
-
-    config.json goes first and comes last: an interruption never leaves a mixture of two saves that loads.
-    """
-    if not directory.exists():
-        os.rename(whole, directory)
-        return
-    new = sorted(file.name for file in whole.iterdir())
-    descriptor = lock(directory, wait=True)  # another save that moves its files there would mix them with these
-    try:
-        _move_files(whole, directory, new)
-    except KeyboardInterrupt:  # half of each checkpoint would be lost, where a few names are to be changed
-        _move_files(whole, directory, new)
-        raise
-    finally:
-        if descriptor is not None:
-            os.close(descriptor)
-
-
-def _move_files(whole: Path, directory: Path, names: list[str]) -> None:
-    """Move the files that are not moved yet."""
-    if not (whole / CONFIG_NAME).exists():
-        return
-    (directory / CONFIG_NAME).unlink(missing_ok=True)
-    for name in names:
-        if name != CONFIG_NAME and (whole / name).exists():
-            os.replace(whole / name, directory / name)
-    for file in directory.iterdir():
-        if file.name not in names and (_WEIGHTS.fullmatch(file.name) or file.name == INDEX_NAME):
-            file.unlink()
-    os.replace(whole / CONFIG_NAME, directory / CONFIG_NAME)
+        whole = write_model(model, around / "whole", max_shard_size, None)
+        if whole.exists() and directory.exists():
+            move_files(whole, directory, CONFIG_NAME, lambda name: _WEIGHTS.fullmatch(name) is not None)
+        elif whole.exists():  # the first of several processes has it
+            os.rename(whole, directory)
 
 
 def _upload(directory: Path, token: str | bool | None, **options: Any) -> None:

@@ -158,13 +158,7 @@ def keep_plans(model: Any) -> None:
 
 
 def _cut_modules(model: nn.Module, plan: dict[str, str], mesh: Any) -> None:
-    """Cut the 4-bit modules that a resolved plan names, and remove the rules that do not apply to them.
-
-    Args:
-        model: on "meta".
-        plan: name of a module or parameter -> style.
-        mesh: the processes that share the modules.
-    """
+    """Cut the 4-bit modules of a model on "meta" that a resolved plan names, and remove the rules that do not apply."""
     modules, rank, size = dict(model.named_modules()), mesh.get_local_rank(), mesh.size()
     for name, style in [*plan.items()]:
         module = modules.get(name)

@@ -70,7 +70,9 @@ def token_windows(name: str, data: str, tokens: int, context: int) -> Tensor:
     first = tokenizer.bos_token_id
     begin = [first] if first is not None and tokenizer("a").input_ids[:1] == [first] else []
     own = context - len(begin)
-    ids = _tokens(tokenizer, text, tokens // context * own)
+    count = tokens // context * own
+    # The tokens of no text have more characters on average.
+    ids = tokenizer(text[: 32 * count], add_special_tokens=False, verbose=False).input_ids[:count]
     if text.strip() and set(ids) <= {tokenizer.unk_token_id}:  # transformers makes one without a vocabulary, too
         wanted = "wanted the model's tokenizer files beside its weights"
         raise ValueError(f"MODEL: the tokenizer of {name!r} knows no word of {data!r}, {wanted}")
@@ -87,13 +89,3 @@ def token_windows(name: str, data: str, tokens: int, context: int) -> Tensor:
             f" {config.vocab_size}; wanted the model's own tokenizer"
         )
     return windows
-
-
-def _tokens(tokenizer: Any, text: str, count: int) -> list[int]:
-    """Return the first tokens of a text, and encode no more of it than that needs."""
-    length = 8 * count
-    while True:
-        ids: list[int] = tokenizer(text[:length], add_special_tokens=False, verbose=False).input_ids
-        if len(ids) > count or length >= len(text):  # the last of a cut text may be another
-            return ids[:count]
-        length *= 4

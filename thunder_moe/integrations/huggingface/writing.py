@@ -131,7 +131,10 @@ def model_tensors(
     for name, part in model.named_modules(remove_duplicate=False):
         if isinstance(part, NVFP4LinearPart | NVFP4Linear):
             if not isinstance(part, NVFP4LinearStack):
-                yield linear_source(model, name), _whole_linear(part)
+                share = getattr(part, "process_part", None)
+                weight = part.packed_weight
+                weight = weight if share is None else _whole(weight, vars(part)["process_mesh"], share[0])
+                yield linear_source(model, name), weight
                 state |= {} if part.bias is None else {f"{name}.bias": part.bias.detach()}
         elif part not in packed:
             part._save_to_state_dict(state, f"{name}." if name else "", keep_vars=False)
@@ -153,14 +156,9 @@ def is_shared(model: nn.Module) -> bool:
 
 
 def _by_first(work: Callable[[], Any], others: Callable[[], Any]) -> Any:
-    """Do some work in the first process alone; all processes return together.
+    """Run `work` in the first process, and `others` in all, which `work` needs; all processes return together.
 
-    Args:
-        work: run by the first process.
-        others: run by all of them, which it needs; the first process runs it after `work`, even if that has failed.
-
-    Raises:
-        RuntimeError: in the other processes, if `work` has failed. The first process raises the error of `work`.
+    The first process runs `others` after `work`, even if that has failed; the other ones raise a RuntimeError then.
     """
     done, problem = None, None
     if dist.get_rank() == 0:
@@ -198,14 +196,6 @@ def _whole_experts(experts: NVFP4Experts) -> ExpertWeights:
         second = second.clone()
         dist.all_reduce(second, group=mesh.get_group())
     return ExpertWeights(gate_up, down, first, second)
-
-
-def _whole_linear(linear: Any) -> PackedWeight:
-    """Return the whole weight (1, N, K) of a 4-bit dense layer."""
-    weight: PackedWeight = linear.packed_weight
-    if getattr(linear, "process_part", None) is None:
-        return weight
-    return _whole(weight, linear.process_mesh, linear.process_part[0])
 
 
 def _whole_state(state: dict[str, Tensor]) -> dict[str, Tensor]:
