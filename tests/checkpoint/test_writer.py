@@ -228,21 +228,21 @@ def test_a_scale_per_row_has_no_form(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-# What is invalid -> (format, tensor of the packed weight, its value there, end of the tensor's name, what is wanted).
+# What is invalid -> (format, tensor of the packed weight, its value there, end of the tensor's name, what is said).
 INVALID = {
-    "a code": (mxfp8, "qdata", 0x7F, "", "numbers, not NaN"),
-    "a code with a sign": (mxfp8, "qdata", 0xFF, "", "numbers, not NaN"),
-    "a scale of 32": (mxfp8, "scale", 0xFF, "_scale", r"scales of at most 2\*\*39, not NaN"),
-    "a large scale": (mxfp8, "scale", 167, "_scale", r"scales of at most 2\*\*39, not NaN"),
-    "a scale of 16": (nvfp4, "scale", 0x7F, "_scale", "scales that are finite and not negative"),
-    "a negative scale": (nvfp4, "scale", 0x81, "_scale", "scales that are finite and not negative"),
-    "a global scale": (nvfp4, "global_scale", float("nan"), "_scale_2", "finite and positive numbers"),
-    "a global scale of 0": (nvfp4, "global_scale", 0.0, "_scale_2", "finite and positive numbers"),
+    "a code": (mxfp8, "qdata", 0x7F, "", "has NaN, wanted finite values"),
+    "a code with a sign": (mxfp8, "qdata", 0xFF, "", "has NaN, wanted finite values"),
+    "a scale of 32": (mxfp8, "scale", 0xFF, "_scale", "has the byte 255, which is NaN, wanted at most 166"),
+    "a large scale": (mxfp8, "scale", 167, "_scale", r"has the byte 167, a scale of 2\*\*40, wanted at most 166"),
+    "a scale of 16": (nvfp4, "scale", 0x7F, "_scale", "has NaN or negative numbers, wanted scales"),
+    "a negative scale": (nvfp4, "scale", 0x81, "_scale", "has NaN or negative numbers, wanted scales"),
+    "a global scale": (nvfp4, "global_scale", float("nan"), "_scale_2", "is not finite and positive"),
+    "a global scale of 0": (nvfp4, "global_scale", 0.0, "_scale_2", "is not finite and positive"),
 }
 
 
-@pytest.mark.parametrize(("form", "part", "value", "end", "wanted"), INVALID.values(), ids=INVALID)
-def test_what_no_reader_takes_is_not_written(tmp_path, form, part, value, end, wanted):
+@pytest.mark.parametrize(("form", "part", "value", "end", "wrong"), INVALID.values(), ids=INVALID)
+def test_what_no_reader_takes_is_not_written(tmp_path, form, part, value, end, wrong):
     gate_up, down, dense = (form.quantize(torch.randn(4, n, k)) for n, k in ((128, 32), (32, 64), (64, 32)))
     write_checkpoint(tmp_path / "good", {}, [("x.experts", ExpertWeights(gate_up, down))])
     experts = ("x.experts", ExpertWeights(gate_up, down))
@@ -252,9 +252,9 @@ def test_what_no_reader_takes_is_not_written(tmp_path, form, part, value, end, w
     ):
         tensor = getattr(weight, part)
         (tensor if tensor.itemsize > 1 else tensor.view(torch.uint8))[3] = value
-        with pytest.raises(ValueError, match=f"weights: {name}{end} has values that no .*, wanted {wanted}"):
+        with pytest.raises(ValueError, match=f"weights: {name}{end} {wrong}.*; quantize the 16-bit weights again"):
             write_checkpoint(tmp_path / "out", {}, [("fine", torch.full((4,), torch.nan)), item])
-    with pytest.raises(ValueError, match=f"weights: x.experts.down_proj_weight{end} has" if end else "down_proj has"):
+    with pytest.raises(ValueError, match=f"weights: x.experts.down_proj{end and f'_weight{end}'} {wrong}"):
         write_checkpoint(tmp_path / "out", config_of(FUSED), [experts], layout=FUSED)
     assert [path.name for path in tmp_path.iterdir()] == ["good"]
 

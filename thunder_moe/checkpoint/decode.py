@@ -20,7 +20,7 @@ from thunder_moe.formats.block_format import NVFP4
 from thunder_moe.formats.gate_up import deinterleave
 from thunder_moe.formats.weight import PackedWeight
 
-__all__ = ["decode_dense", "decode_dense_weight", "decode_experts"]
+__all__ = ["decode_dense", "decode_experts"]
 
 
 def decode_experts(
@@ -60,24 +60,33 @@ def decode_experts(
     return weights
 
 
-def decode_dense(files: TensorFiles, module: Module, dtype: torch.dtype, device: torch.device | str) -> torch.Tensor:
-    """Return the weight (N, K) of a 4-bit module that is not an expert."""
-    return format_of(module).read_dense(files, module, dtype, device)
-
-
-def decode_dense_weight(
-    files: TensorFiles, module: Module, device: torch.device | str, part: tuple[int, int, int] | None = None
+def decode_dense(
+    files: TensorFiles, module: Module, device: torch.device | str = "cpu", part: tuple[int, int, int] | None = None
 ) -> PackedWeight:
-    """Return a copy of the weight (1, N, K) of a packed module that is not an expert; `part` as in the reader."""
-    weight = format_of(module).read_dense_weight(files, module, part)
-    return weight.with_tensors(_copied(tensor, device) for tensor in weight.tensors())
+    """Return a copy of the weight (1, N, K) of a packed module that is not an expert.
 
+    Args:
+        files: where the tensors are.
+        module: its tensors.
+        device: of the result.
+        part: (dim, index, count): one of `count` equal parts along dim 1 or 2.
 
-def _copied(tensor: torch.Tensor, device: torch.device | str) -> torch.Tensor:
-    """Return a copy on a device. 8-bit floats are copied as bytes, which every device supports."""
-    if tensor.itemsize > 1:
-        return tensor.to(device, copy=True)
-    return tensor.view(torch.uint8).to(device, copy=True).view(tensor.dtype)
+    Raises:
+        ValueError: as `decode_experts`.
+    """
+    form = format_of(module)
+    infos, read = form.infos(module, 2), files.read
+    if part is not None:
+        (n, k, _), (dim, index, count) = form.sizes(infos, 2), part
+        size = (n if dim == 1 else k) // count
+        if dim == 2 and size % form.block:
+            raise infos[0].error(f"is shared by {count} processes, wanted shares of blocks of {form.block}")
+        own = slice(index * size, (index + 1) * size)
+        rows, columns = (own, slice(0, k)) if dim == 1 else (slice(0, n), own)
+        read = form.sliced(files, infos, None, [rows], columns)
+    codes, bits, global_scale = form.read(read, infos)
+    weight = form.weight(codes[None], bits[None], None if global_scale is None else global_scale.reshape(1))
+    return weight.with_tensors(tensor.to(device, copy=True) for tensor in weight.tensors())
 
 
 def _stack(
@@ -110,8 +119,8 @@ def _stack(
             infos = form.infos(module, 2)
             infos[0].require((first.dtype,), (n, codes), f", as {first.name!r} has")
             at = (index, number)
-            source = files if part.feature_ranks == 1 else form.slice_files(files, infos, None, [rows], columns)
-            qdata[at], scale[at], row_scale = form.read(source, infos)
+            read = files.read if part.feature_ranks == 1 else form.sliced(files, infos, None, [rows], columns)
+            qdata[at], scale[at], row_scale = form.read(read, infos)
             if row_scale is not None:
                 global_scale[at] = row_scale.reshape(())
             if "bias" in module.fields:
@@ -183,8 +192,8 @@ def _decode_fused_weight(
         share = part.features(n // halves, form.block)
         # Rows of gate and up alternate, so that the rows of a share of the features lie together.
         rows = [slice(2 * share.start, 2 * share.stop)] if alternates else part.rows(n, halves)
-    source = files if part.is_unsharded else form.slice_files(files, infos, own, rows, columns)
-    qdata, scale, global_scale = form.read(source, infos)
+    read = files.read if part.is_unsharded else form.sliced(files, infos, own, rows, columns)
+    qdata, scale, global_scale = form.read(read, infos)
     if k_first:
         qdata, scale = qdata.mT, scale.mT
     if global_scale is None or len(infos) == 2:

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from thunder_moe.checkpoint.decode import decode_dense, decode_dense_weight, decode_experts
+from thunder_moe.checkpoint.decode import decode_dense, decode_experts
 from thunder_moe.checkpoint.experts import ExpertsLayout, ExpertWeights
 from thunder_moe.checkpoint.files import TensorFiles, TensorInfo, find_checkpoint, read_json
 from thunder_moe.checkpoint.float_weights import FloatWeights
@@ -30,6 +30,7 @@ from thunder_moe.checkpoint.formats.registry import (
 from thunder_moe.checkpoint.modules import CACHE_FIELDS, Module, is_interleaved, sort_modules
 from thunder_moe.checkpoint.part import UNSHARDED, ExpertsPart
 from thunder_moe.formats.block_format import BlockFormat
+from thunder_moe.formats.registry import dequantize
 from thunder_moe.formats.weight import PackedWeight
 from thunder_moe.progress import progress_bar
 
@@ -160,7 +161,7 @@ class Checkpoint:
         Raises:
             ValueError: as `read_experts`.
         """
-        return decode_dense_weight(self.files, self._dense[name], device, part)
+        return decode_dense(self.files, self._dense[name], device, part)
 
     def read_dense(
         self, name: str, dtype: torch.dtype = torch.bfloat16, device: torch.device | str = "cpu"
@@ -169,7 +170,7 @@ class Checkpoint:
         module = self._dense[name]
         if module.is_fp8:
             return self.floats.read(module, device).to(dtype)
-        return decode_dense(self.files, module, dtype, device)
+        return dequantize(self.read_dense_weight(name, device), dtype)[0]
 
     def read(self, name: str, device: torch.device | str = "cpu") -> torch.Tensor:
         """Read one of `others`, unchanged."""

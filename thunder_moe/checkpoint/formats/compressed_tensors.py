@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from thunder_moe.checkpoint.formats.fp8 import COMPRESSED_TENSORS_FORMATS
-from thunder_moe.checkpoint.formats.interface import NVFP4Format, check_group_size, subdict
+from thunder_moe.checkpoint.formats.interface import CheckpointFormat, check_group_size, subdict
 
 __all__ = ["COMPRESSED_TENSORS", "CompressedTensors"]
 
@@ -19,7 +19,7 @@ MXFP8_FORMAT = "mxfp8-quantized"
 _MXFP8_WEIGHTS = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "group", "group_size": 32}
 
 
-class CompressedTensors(NVFP4Format):
+class CompressedTensors(CheckpointFormat):
     """The checkpoints of llm-compressor: NVFP4 and MXFP8, and FP8 layers beside them."""
 
     method = "compressed-tensors"

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from thunder_moe.checkpoint.files import TensorFiles, TensorInfo
-from thunder_moe.checkpoint.formats.interface import FLOATS, has_e4m3_nan, subdict
+from thunder_moe.checkpoint.formats.interface import FLOATS, subdict, wrong_values
 from thunder_moe.checkpoint.modules import FP8_SCALE_FIELDS, Module
 
 __all__ = ["COMPRESSED_TENSORS_FORMATS", "FP8", "find_fp8"]
@@ -57,10 +57,9 @@ class FP8:
         """
         weight_info, scale_info = self.infos(module)
         weight, scale = files.read(weight_info.name), files.read(scale_info.name).float()
-        if has_e4m3_nan(weight.view(torch.uint8)):
-            raise weight_info.error("has NaN, wanted finite values")
-        if not bool((torch.isfinite(scale) & (scale > 0)).all()):
-            raise scale_info.error("is not finite and positive everywhere, wanted scales")
+        for info, tensor in ((weight_info, weight), (scale_info, scale)):
+            if (wrong := wrong_values(tensor, is_scale=info is scale_info)) is not None:
+                raise info.error(wrong)
         values, scale = weight.to(device).float(), scale.to(device)
         if scale.ndim != values.ndim:  # a scale for the whole tensor, or for each expert
             scale = scale.reshape(-1, *(1,) * (values.ndim - 1))

@@ -14,18 +14,10 @@ from typing import Any
 import torch
 
 from thunder_moe.checkpoint.experts import ExpertsLayout, ExpertWeights
-from thunder_moe.checkpoint.formats.interface import (
-    NVFP4Format,
-    check_group_size,
-    has_e4m3_nan,
-    has_invalid_global_scales,
-    has_invalid_scales,
-    subdict,
-)
+from thunder_moe.checkpoint.formats.interface import CheckpointFormat, check_group_size, subdict, wrong_values
 from thunder_moe.formats.block_format import MXFP8, NVFP4, BlockFormat
 from thunder_moe.formats.gate_up import interleave
 from thunder_moe.formats.layouts import BLOCK_SIZE
-from thunder_moe.formats.mxfp8 import MAX_SCALE
 from thunder_moe.formats.weight import NVFP4Weight, PackedWeight
 
 __all__ = ["MODELOPT", "ModelOpt"]
@@ -41,7 +33,7 @@ LAYER_ALGOS = (*ALGOS, "FP8", MXFP8_ALGO)
 QUANT_ALGO = "W4A16_NVFP4"
 
 
-class ModelOpt(NVFP4Format):
+class ModelOpt(CheckpointFormat):
     """NVFP4 and W4A16_NVFP4, per expert or fused, MXFP8 per expert, and MIXED_PRECISION of these and FP8 layers."""
 
     method = "modelopt"
@@ -137,25 +129,12 @@ class ModelOpt(NVFP4Format):
             ValueError: the tensor has NaN, or is a negative or too large block scale, or a global scale that is not
                 positive.
         """
-        if name.endswith("weight_scale_2"):
-            bad, wanted = has_invalid_global_scales(tensor), "finite and positive numbers"
-        elif tensor.itemsize > 1:
+        is_scale = name.endswith(("weight_scale", "weight_scale_2"))
+        if not is_scale and tensor.itemsize > 1:  # a bias
             return
-        else:
-            bits = tensor.view(torch.uint8)
-            is_scale, is_e4m3 = name.endswith("weight_scale"), tensor.dtype == torch.float8_e4m3fn
-            bad, wanted = False, "numbers, not NaN"
-            if is_scale and is_e4m3:
-                bad, wanted = has_invalid_scales(bits), "scales that are finite and not negative"
-            elif is_scale:
-                bad = bits.numel() > 0 and int(bits.max()) > MAX_SCALE
-                wanted = f"scales of at most 2**{MAX_SCALE - 127}, not NaN"
-            elif is_e4m3:
-                bad = has_e4m3_nan(bits)
-        if bad:
+        if (wrong := wrong_values(tensor, is_scale)) is not None:
             raise ValueError(
-                f"weights: {name} has values that no checkpoint may have, wanted {wanted}; quantize the 16-bit weights"
-                " again, or load those that were saved"
+                f"weights: {name} {wrong}; quantize the 16-bit weights again, or load those that were saved"
             )
 
     def configs(
