@@ -12,16 +12,19 @@ from math import inf, log10
 
 import pytest
 import torch
-from checkpoint_files import DATA, EXPORTS, assert_same_bits, bits, decoded, load_tensors
+from checkpoint_files import DATA, EXPORTS, assert_same_bits, bits, decoded, load_tensors, stream
 from interpreters import fresh_python
 from oracle import dequantize as oracle_dequantize
 from safetensors.torch import load_file, save_file
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from thunder_moe.__main__ import main
-from thunder_moe.checkpoint import Checkpoint, convert, quantize_experts
+from thunder_moe.checkpoint import Checkpoint, convert
+from thunder_moe.checkpoint.quantize import quantize_tensor
 from thunder_moe.formats import mxfp8
 from thunder_moe.formats.nvfp4 import quantize
+
+QUANTIZE = "thunder_moe.checkpoint.quantize.quantize_tensor"
 
 HIDDEN, INTERMEDIATE, EXPERTS = 32, 64, 4
 BF16 = torch.bfloat16
@@ -451,7 +454,7 @@ def test_stream_holds_one_layer(tmp_path):
     convert(tmp_path / "source", tmp_path / "out")
     layer = Checkpoint(tmp_path / "out").read_experts(path_of(0)).nbytes
     with LiveBytes() as memory:
-        for _, value in Checkpoint(tmp_path / "out").stream():
+        for _, value in stream(Checkpoint(tmp_path / "out")):
             del value
     assert layer <= memory.most < 2.5 * layer
 
@@ -472,7 +475,7 @@ def test_resumes(tmp_path, monkeypatch, format):
     make_source(tmp_path / "source", layers=6)
     convert(tmp_path / "source", tmp_path / "whole", **options)
     calls = []
-    original = quantize_experts.quantize_tensor
+    original = quantize_tensor
 
     def interrupted(*args, **kwargs):
         calls.append(args)
@@ -480,7 +483,7 @@ def test_resumes(tmp_path, monkeypatch, format):
             raise KeyboardInterrupt
         return original(*args, **kwargs)
 
-    monkeypatch.setattr(quantize_experts, "quantize_tensor", interrupted)
+    monkeypatch.setattr(QUANTIZE, interrupted)
     with pytest.raises(KeyboardInterrupt):
         convert(tmp_path / "source", tmp_path / "out", **options)
     assert not (tmp_path / "out").exists()
@@ -532,9 +535,7 @@ def test_resumes_from_any_moment(tmp_path, monkeypatch, moment):
 def test_another_job_is_not_resumed(tmp_path, monkeypatch):
     make_source(tmp_path / "source")
     with monkeypatch.context() as patch:
-        patch.setattr(
-            quantize_experts, "quantize_tensor", lambda *args, **kwargs: (_ for _ in ()).throw(KeyboardInterrupt)
-        )
+        patch.setattr(QUANTIZE, lambda *args, **kwargs: (_ for _ in ()).throw(KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
             convert(tmp_path / "source", tmp_path / "out")
     with pytest.raises(
@@ -661,9 +662,7 @@ def test_help():
 
 def test_interruption_is_said(tmp_path, monkeypatch, capsys):
     make_source(tmp_path / "source")
-    monkeypatch.setattr(
-        quantize_experts, "quantize_tensor", lambda *args, **kwargs: (_ for _ in ()).throw(KeyboardInterrupt)
-    )
+    monkeypatch.setattr(QUANTIZE, lambda *args, **kwargs: (_ for _ in ()).throw(KeyboardInterrupt))
     assert main(["convert", str(tmp_path / "source"), str(tmp_path / "out")]) == 130
     assert "interrupted; run the same command to resume" in capsys.readouterr().err
 

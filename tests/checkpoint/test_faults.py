@@ -250,17 +250,17 @@ def test_devices_that_are_not_there(tmp_path, source, capsys):
 
 
 def test_a_device_without_memory(tmp_path, source, capsys, monkeypatch):
-    from thunder_moe.checkpoint import quantize_experts
+    quantize = "thunder_moe.checkpoint.quantize.quantize_tensor"
 
     def full(*args, **kwargs):
         raise torch.OutOfMemoryError("CUDA out of memory.\nTried to allocate 1 GiB")
 
     with monkeypatch.context() as patch:
-        patch.setattr(quantize_experts, "quantize_tensor", full)
+        patch.setattr(quantize, full)
         status, said = command(tmp_path, capsys)
     assert (status, said) == (1, f"error: {source}: {PATH} does not fit the device cpu (CUDA out of memory.)")
     with monkeypatch.context() as patch:
-        patch.setattr(quantize_experts, "quantize_tensor", lambda *args, **kwargs: torch.empty(1 << 50))
+        patch.setattr(quantize, lambda *args, **kwargs: torch.empty(1 << 50))
         status, said = command(tmp_path, capsys)
     assert status == 1
     assert said.startswith(f"error: {source}: {PATH} does not fit the device cpu (")

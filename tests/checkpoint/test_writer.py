@@ -6,7 +6,7 @@ import json
 
 import pytest
 import torch
-from checkpoint_files import DATA, EXPORTS, assert_same_bits, bits, copy_export, edit_json, load_tensors
+from checkpoint_files import DATA, EXPORTS, assert_same_bits, bits, copy_export, edit_json, load_tensors, stream
 from safetensors.torch import load_file
 
 from thunder_moe.checkpoint import Checkpoint, ExpertsLayout, ExpertWeights, write_checkpoint
@@ -103,7 +103,7 @@ def test_writes_what_modelopt_writes(tmp_path, export):
     if export == "modelopt_llama4":  # elsewhere written per expert
         assert layout == ExpertsLayout()
         layout = ExpertsLayout(fused=True)
-    write_checkpoint(tmp_path / "out", checkpoint.config, checkpoint.stream(), layout=layout)
+    write_checkpoint(tmp_path / "out", checkpoint.config, stream(checkpoint), layout=layout)
     written = load_file(tmp_path / "out" / "model.safetensors")
     experts = {name: tensor for name, tensor in written.items() if "experts." in name and "shared" not in name}
     if export.startswith("modelopt"):
@@ -121,7 +121,7 @@ def test_writes_what_modelopt_writes(tmp_path, export):
 
 def test_configs(tmp_path):
     checkpoint = Checkpoint(DATA / "modelopt_mixtral")  # W4A16_NVFP4, as ours
-    write_checkpoint(tmp_path / "out", checkpoint.config, checkpoint.stream(), extra={"a.txt": "text"})
+    write_checkpoint(tmp_path / "out", checkpoint.config, stream(checkpoint), extra={"a.txt": "text"})
     ours, theirs = (json.loads((path / "config.json").read_text()) for path in (tmp_path / "out", checkpoint.path))
     quantization, original = ours.pop("quantization_config"), theirs.pop("quantization_config")
     assert ours == theirs
@@ -129,7 +129,7 @@ def test_configs(tmp_path):
     assert quantization["quant_algo"] == original["quant_algo"] == "W4A16_NVFP4"
     assert quantization["quant_method"] == original["quant_method"] == "modelopt"
     assert set(quantization["ignore"]) == set(original["ignore"])
-    write_checkpoint(tmp_path / "old", checkpoint.config, checkpoint.stream(linears=False))
+    write_checkpoint(tmp_path / "old", checkpoint.config, stream(checkpoint, linears=False))
     old = json.loads((tmp_path / "old" / "config.json").read_text())["quantization_config"]["ignore"]
     assert set(old) == {*original["ignore"], *(f"model.layers.0.self_attn.{n}_proj" for n in "qkvo")}
     hf_quant_config = json.loads((tmp_path / "out" / "hf_quant_config.json").read_text())

@@ -12,7 +12,7 @@ import torch
 
 from thunder_moe.checkpoint.experts import ExpertWeights
 from thunder_moe.checkpoint.files import TensorFiles
-from thunder_moe.checkpoint.formats.interface import FLOATS
+from thunder_moe.checkpoint.formats.interface import FLOATS, Read
 from thunder_moe.checkpoint.formats.registry import format_of
 from thunder_moe.checkpoint.modules import ExpertBlock, Module
 from thunder_moe.checkpoint.part import UNSHARDED, ExpertsPart
@@ -47,14 +47,8 @@ def decode_experts(
         gate_up, gate_up_bias, gate_up_sizes = _stack(files, block, first, experts, part)
         down, down_bias, down_sizes = _stack(files, block, ("down",), experts, part)
         weights, sizes = ExpertWeights(gate_up, down, gate_up_bias, down_bias), (gate_up_sizes, down_sizes)
-    (n, k), down_size = sizes
-    wanted = (k, n // 2 if block.gated else n)
-    if down_size != wanted or weights.down.shape[0] != weights.gate_up.shape[0]:
-        (info, *_) = (module.any_info() for (name, _), module in block.modules.items() if name == "down")
-        down_shape = (weights.down.shape[0], *down_size)
-        raise info.error(
-            f"belongs to down projections of shape {down_shape}, gate and up want {(weights.gate_up.shape[0], *wanted)}"
-        )
+    gate_up_size, down_size = sizes
+    block.require_sizes((weights.gate_up.shape[0], *gate_up_size), (weights.down.shape[0], *down_size))
     if weights.down_bias is not None and part.feature_rank:
         weights = replace(weights, down_bias=torch.zeros_like(weights.down_bias))
     return weights
@@ -75,7 +69,8 @@ def decode_dense(
         ValueError: as `decode_experts`.
     """
     form = format_of(module)
-    infos, read = form.infos(module, 2), files.read
+    infos = form.infos(module, 2)
+    read: Read = files.read
     if part is not None:
         (n, k, _), (dim, index, count) = form.sizes(infos, 2), part
         size = (n if dim == 1 else k) // count

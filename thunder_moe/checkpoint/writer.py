@@ -155,17 +155,11 @@ def write_checkpoint(
     remove_leftovers(path)
     with scratch_directory(path, path.parent) as directory:
         writer = ShardWriter(directory, max_bytes)
-        plain: list[tuple[str, torch.Size]] = []
-        quantized: list[str] = []
         for name, value in tensors:
-            if isinstance(value, torch.Tensor):
-                plain.append((name, value.shape))
-            elif isinstance(value, PackedWeight):
-                quantized.append(name)
             for key, tensor in encode(name, value, layout):
                 writer.add(key, tensor)
         writer.finish()
-        write_configs(directory, config, ignored_modules(plain, quantized))
+        write_configs(directory, config)
         for name, text in (extra or {}).items():
             (directory / name).write_text(text, encoding="utf-8")
         if companions is not None:
@@ -196,13 +190,12 @@ def encode(
         yield key, tensor
 
 
-def write_configs(directory: Path, config: dict[str, Any], ignore: list[str]) -> None:
+def write_configs(directory: Path, config: dict[str, Any]) -> None:
     """Write config.json and hf_quant_config.json; warn of linears that engines merge and that differ.
 
     Args:
         directory: of the checkpoint, with its weights.
         config: of the model.
-        ignore: modules with a 16-bit weight, from `ignored_modules`.
     """
     from thunder_moe import __version__
 
@@ -213,6 +206,9 @@ def write_configs(directory: Path, config: dict[str, Any], ignore: list[str]) ->
         path: next(iter(block.modules.values())) for path, block in modules.experts.items() if block.is_quantized
     }
     formats = {path: format_of(module).number_format for path, module in (quantized | modules.dense).items()}
+    plain = [info for block in modules.experts.values() if not block.is_quantized for info in block.infos()]
+    plain += [files[name] for name in modules.others]
+    ignore = ignored_modules(((info.name, info.shape) for info in plain), modules.dense)
     quantization_config, hf_quant_config = MODELOPT.configs(ignore, producer, formats)
     config = {key: value for key, value in config.items() if key != "quantization_config"}
     text_config = config.get("text_config")
