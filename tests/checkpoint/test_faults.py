@@ -199,6 +199,25 @@ def test_indices_of_load_checkpoint(tmp_path):
         load_checkpoint(copy)
 
 
+def test_load_checkpoint_of_an_index_without_metadata(tmp_path):
+    load_checkpoint = pytest.importorskip("thunder_moe.integrations.huggingface.checkpoint").load_checkpoint
+    copy = copy_export(tmp_path, "compressed_tensors_qwen3_moe")
+    index = copy / "model.safetensors.index.json"
+    edit_json(index, lambda content: content.pop("metadata"))
+    with pytest.raises(ValueError, match=rf"{index}: got no 'metadata', wanted a JSON object"):
+        load_checkpoint(copy)
+
+
+@pytest.mark.parametrize("argument", ["source", "destination"])
+def test_a_home_that_nobody_has(tmp_path, source, capsys, argument):
+    paths = {"source": str(source), "destination": str(tmp_path / "out")} | {argument: "~nobody-of-this-name/x"}
+    assert main(["convert", *paths.values(), "--quiet"]) == 1
+    assert capsys.readouterr().err == (
+        f"error: {argument}: got '~nobody-of-this-name/x', wanted the name of a user with a home directory\n"
+    )
+    assert os.listdir(tmp_path) == ["source"]
+
+
 def test_links_are_followed(tmp_path, source):
     """As in the hub's cache, whose snapshots are links to files elsewhere."""
     convert(source, tmp_path / "one")
@@ -216,6 +235,10 @@ NULLS = [
     ("config.json", {"quantization_config": {"quant_method": "modelopt", "quant_algo": "NVFP4", "config_groups": []}},
      r"config_groups: got \[\], wanted a JSON object"),
     ("config.json", {"text_config": "x"}, "text_config: got 'x', wanted a JSON object"),
+    ("config.json", {"quantization_config": {"quant_method": "fp8", "fmt": "e5m2"}}, "fmt: got 'e5m2', wanted 'e4m3'"),
+    ("config.json", {"quantization_config": {"quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized",
+     "config_groups": {"a": {}}, "transform_config": {"config_groups": {"r": {"apply": ["input"]}}}}},
+     "transform_config: got 'r' at 'input', wanted none that the model would have to compute"),
     ("hf_quant_config.json", {"quantization": [1]}, r"quantization: got \[1\], wanted a JSON object"),
 ]  # fmt: skip
 
@@ -223,7 +246,7 @@ NULLS = [
 @pytest.mark.parametrize(("file", "value", "message"), NULLS)
 def test_broken_configs(tmp_path, source, file, value, message):
     (source / file).write_text(json.dumps(value))
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match=f"^{source / file}: {message}"):
         convert(source, tmp_path / "out")
 
 
@@ -232,7 +255,7 @@ def test_nulls_in_configs_are_nothing(tmp_path, source):
     nothing = {"quantization_config": None, "text_config": None, "model_type": None}
     edit_json(source / "config.json", lambda config: config.update(nothing))
     (source / "hf_quant_config.json").write_text(json.dumps({"quantization": None}))
-    with pytest.raises(ValueError, match="quant_algo: got None"):
+    with pytest.raises(ValueError, match="hf_quant_config.json: quant_algo: got None"):
         convert(source, tmp_path / "two")
     (source / "hf_quant_config.json").unlink()
     convert(source, tmp_path / "two")
@@ -284,6 +307,17 @@ def test_a_full_disk(tmp_path, source):
     assert f"{FULL}: '{tmp_path}/out.partial/progress.json.unfinished'" in said
     assert run(tmp_path) == (0, "")
     assert files_of(tmp_path / "out") == files_of(tmp_path / "whole")
+
+
+def test_a_full_disk_at_another_file(tmp_path):
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limit[1]))
+    try:
+        with pytest.raises(OSError, match=rf"{FULL}: '.*/code.py"):
+            write_checkpoint(tmp_path / "out", {}, [("a.weight", torch.zeros(3))], extra={"code.py": "#" * 200_000})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+    assert os.listdir(tmp_path) == []
 
 
 def test_a_full_disk_at_a_copy(tmp_path, source, capsys):

@@ -20,6 +20,7 @@ import torch
 from thunder_moe.checkpoint.choice import Choice, choose
 from thunder_moe.checkpoint.companions import copy_companions
 from thunder_moe.checkpoint.experts import ExpertWeights
+from thunder_moe.checkpoint.files import expand_user
 from thunder_moe.checkpoint.modules import Module
 from thunder_moe.checkpoint.partial import PartialCheckpoint, open_partial
 from thunder_moe.checkpoint.quantize import quantize_experts, quantize_linears
@@ -122,7 +123,7 @@ def convert(
             are no multiple of 16 (of 32 for MXFP8), the device is not there, an unknown format, a scale_search with
             MXFP8 alone, there are no experts, nor with `linears` dense layers, to convert, or a pattern fits nothing.
     """
-    destination, max_bytes = Path(destination).expanduser(), parse_size(max_shard_size)
+    destination, max_bytes = expand_user(destination, "destination"), parse_size(max_shard_size)
     require_absent(destination, "destination")
     # An unknown name raises before any work.
     check_scale_search(scale_search, [find_format(format).name] if isinstance(format, str) else [])

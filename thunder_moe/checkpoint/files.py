@@ -18,7 +18,7 @@ import torch
 
 from thunder_moe.formats.checks import require_type
 
-__all__ = ["TensorFiles", "TensorInfo", "find_checkpoint", "read_headers", "read_json", "require_inside"]
+__all__ = ["TensorFiles", "TensorInfo", "expand_user", "find_checkpoint", "read_headers", "read_json", "require_inside"]
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
@@ -192,10 +192,11 @@ def find_checkpoint(path: str | Path, revision: str | None = None, *, argument: 
 
     Raises:
         TypeError: the path is neither a string nor a path.
+        ValueError: the path begins with ``~`` and a user that there is not.
         FileNotFoundError: there is neither such a directory nor such a model.
     """
     require_type(argument, path, (str, os.PathLike), "a string or a pathlib.Path")
-    directory = Path(path).expanduser()
+    directory = expand_user(path, argument)
     if directory.is_dir():
         return directory
     if directory.exists():
@@ -211,6 +212,18 @@ def find_checkpoint(path: str | Path, revision: str | None = None, *, argument: 
         except (ValueError, OSError) as error:  # not a model's name, or not in the cache
             why = f"the local Hugging Face cache has no model of that name ({type(error).__name__})"
     raise FileNotFoundError(f"{argument}: {path} is not a directory, and {why}")
+
+
+def expand_user(path: str | Path, argument: str) -> Path:
+    """Return a path in which a home directory replaces ``~``.
+
+    Raises:
+        ValueError: nobody knows the home directory; names the argument.
+    """
+    try:
+        return Path(path).expanduser()
+    except RuntimeError as error:
+        raise ValueError(f"{argument}: got {str(path)!r}, wanted the name of a user with a home directory") from error
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from thunder_moe.checkpoint.decode import decode_dense, decode_experts
 from thunder_moe.checkpoint.experts import ExpertsLayout, ExpertWeights
 from thunder_moe.checkpoint.files import TensorFiles, TensorInfo, find_checkpoint, read_json
 from thunder_moe.checkpoint.formats.fp8 import FP8, find_fp8
-from thunder_moe.checkpoint.formats.interface import FLOATS
+from thunder_moe.checkpoint.formats.interface import FLOATS, subdict
 from thunder_moe.checkpoint.formats.registry import (
     check_quantization,
     find_quantization,
@@ -66,15 +66,23 @@ class Checkpoint:
 
     def __init__(self, path: str | Path, *, interleaved: bool | None = None, argument: str = "path") -> None:
         self.path = find_checkpoint(path, argument=argument)
-        if not (self.path / "config.json").is_file():
+        file, modelopt = self.path / "config.json", self.path / "hf_quant_config.json"
+        if not file.is_file():
             raise FileNotFoundError(f"{argument}: {self.path} has no config.json")
-        self.config: dict[str, Any] = read_json(self.path / "config.json")
-        modelopt = self.path / "hf_quant_config.json"
-        self.quantization = find_quantization(self.config, read_json(modelopt) if modelopt.is_file() else None)
-        self._fp8 = None if self.quantization is None else find_fp8(self.quantization)
-        self.method = None
-        if self.quantization is not None:
-            self.method = "fp8" if is_fp8_alone(self.quantization) else check_quantization(self.quantization)
+        self.config: dict[str, Any] = read_json(file)
+        of_modelopt = read_json(modelopt) if modelopt.is_file() else None
+        self.method: str | None = None
+        self._fp8: FP8 | None = None
+        try:
+            self.quantization = find_quantization(self.config)
+            if self.quantization is None and of_modelopt is not None:  # the only place of older versions of ModelOpt
+                file = modelopt
+                self.quantization = {"quant_method": "modelopt", **subdict(of_modelopt, "quantization")}
+            if self.quantization is not None:
+                self._fp8 = find_fp8(self.quantization)
+                self.method = "fp8" if is_fp8_alone(self.quantization) else check_quantization(self.quantization)
+        except ValueError as error:
+            raise ValueError(f"{file}: {error}") from error
         self.interleaved = is_interleaved(self.config) if interleaved is None else interleaved
         self.files = TensorFiles(self.path, argument)
         modules = sort_modules(self.files)

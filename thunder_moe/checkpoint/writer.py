@@ -19,7 +19,7 @@ import torch
 
 from thunder_moe.checkpoint.companions import copy_companions
 from thunder_moe.checkpoint.experts import ExpertsLayout, ExpertWeights
-from thunder_moe.checkpoint.files import INDEX_NAME, SINGLE_NAME, TensorFiles, import_safetensors
+from thunder_moe.checkpoint.files import INDEX_NAME, SINGLE_NAME, TensorFiles, expand_user, import_safetensors
 from thunder_moe.checkpoint.formats.modelopt import MODELOPT
 from thunder_moe.checkpoint.formats.registry import format_of
 from thunder_moe.checkpoint.ignored import ignored_modules, merge_conflicts
@@ -149,7 +149,7 @@ def write_checkpoint(
         ValueError: max_shard_size is not valid, the layout cannot hold the weights, or weights have NaN (names the
             tensor). Nothing is left behind then.
     """
-    path, max_bytes, layout = Path(path).expanduser(), parse_size(max_shard_size), layout or ExpertsLayout()
+    path, max_bytes, layout = expand_user(path, "path"), parse_size(max_shard_size), layout or ExpertsLayout()
     require_absent(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     remove_leftovers(path)
@@ -161,7 +161,7 @@ def write_checkpoint(
         writer.finish()
         write_configs(directory, config)
         for name, text in (extra or {}).items():
-            (directory / name).write_text(text, encoding="utf-8")
+            write_text(directory / name, text)
         if companions is not None:
             copy_companions(companions, directory)
         directory.chmod(0o777 & ~_umask())
@@ -231,10 +231,15 @@ def write_configs(directory: Path, config: dict[str, Any]) -> None:
 
 
 def write_json(path: Path, value: dict[str, Any]) -> None:
-    """Write a JSON file that appears complete or not at all; an error leaves an earlier file unchanged."""
+    """Write a JSON file as `write_text` does."""
+    write_text(path, json.dumps(value, indent=2) + "\n")
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a file that appears complete or not at all; an error names it and leaves an earlier file unchanged."""
     unfinished = path.with_name(f"{path.name}.unfinished")
     try:
-        unfinished.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
+        unfinished.write_text(text, encoding="utf-8")
         os.replace(unfinished, path)
     except BaseException as error:
         with contextlib.suppress(OSError):

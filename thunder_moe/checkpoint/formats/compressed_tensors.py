@@ -44,12 +44,11 @@ class CompressedTensors(CheckpointFormat):
             raise ValueError(f"sparsity_config: got the format {sparsity!r}, wanted 'dense'")
         transforms = subdict(subdict(quantization, "transform_config"), "config_groups")
         for name in transforms:
-            for apply in transforms[name].get("apply") or []:
-                if not str(apply.get("location")).startswith("weight_"):
-                    raise ValueError(
-                        f"transform_config: got {name!r} at {apply.get('location')!r}, wanted none that the model would"
-                        " have to compute"
-                    )
+            for apply in subdict(transforms, name).get("apply") or []:
+                location = apply.get("location") if isinstance(apply, dict) else apply
+                if not str(location).startswith("weight_"):
+                    words = "wanted none that the model would have to compute"
+                    raise ValueError(f"transform_config: got {name!r} at {location!r}, {words}")
 
     def is_read(self, quantization: dict[str, Any]) -> bool:
         """True if a group of a config is NVFP4 or MXFP8."""

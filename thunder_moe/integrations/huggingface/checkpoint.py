@@ -11,7 +11,7 @@ import torch
 import transformers
 
 from thunder_moe.checkpoint import Checkpoint
-from thunder_moe.checkpoint.files import find_checkpoint, read_json
+from thunder_moe.checkpoint.files import INDEX_NAME, find_checkpoint, read_json
 from thunder_moe.checkpoint.writer import MAX_SHARD_SIZE
 from thunder_moe.integrations.huggingface.quantizer import METHOD
 from thunder_moe.integrations.huggingface.sharding import require_available
@@ -65,6 +65,9 @@ def load_checkpoint(
             " call quantize_(model), or convert it with python -m thunder_moe convert"
         )
     checkpoint.require_4_bit_experts()
+    index = checkpoint.path / INDEX_NAME
+    if index.is_file() and not isinstance(read_json(index).get("metadata"), dict):
+        raise ValueError(f"{index}: got no 'metadata', wanted a JSON object, which transformers reads; {{}} is enough")
     config = transformers.AutoConfig.from_pretrained(checkpoint.path, trust_remote_code=trust_remote_code)
     config.quantization_config = {"quant_method": METHOD, "source": checkpoint.quantization, "linears": linears}
     text_config = config.get_text_config()
