@@ -120,15 +120,17 @@ def test_linears_and_filter(tmp_path):
             assert torch.equal(written[f"{path}.weight"], weight.to(BF16))
 
 
-@pytest.mark.parametrize("field", ["scale_inv", "weight_scale_inv"])
-def test_fused_experts(tmp_path, field):
+@pytest.mark.parametrize("k_first", [False, True])
+@pytest.mark.parametrize("field", ["scale_inv", "weight_scale_inv", "weight_scale"])
+def test_fused_experts(tmp_path, field, k_first):
     (tmp_path / "source").mkdir()
     shapes = {"gate_up_proj": (EXPERTS, 2 * INTERMEDIATE, HIDDEN), "down_proj": (EXPERTS, HIDDEN, INTERMEDIATE)}
-    tensors, weights = {}, {}
+    tensors, weights, block = {}, {}, BLOCK[::-1] if k_first else BLOCK
     for seed, (name, shape) in enumerate(shapes.items()):
-        weight, scale = random_fp8(shape, BLOCK, torch.float32, seed)
-        tensors |= {f"{PATH}.{name}": weight, f"{PATH}.{name}_{field}": scale}
-        weights[name] = decoded(weight, scale, BLOCK)
+        weight, scale = random_fp8(shape, block, torch.float32, seed)
+        stored = (t.mT.contiguous() if k_first else t for t in (weight, scale))
+        tensors |= zip((f"{PATH}.{name}", f"{PATH}.{name}_{field}"), stored, strict=True)
+        weights[name] = decoded(weight, scale, block)
     save_file(tensors, tmp_path / "source" / "model.safetensors")
     (tmp_path / "source" / "config.json").write_text(json.dumps({"quantization_config": DEEPSEEK}))
     convert(tmp_path / "source", tmp_path / "out")
