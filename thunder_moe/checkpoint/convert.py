@@ -166,9 +166,9 @@ def _require_device(device: torch.device | str) -> None:
 def _units(
     checkpoint: Checkpoint, choice: Choice, linears: bool, device: torch.device | str, scale_search: str | None
 ) -> dict[str, Unit]:
-    """Return the units of a checkpoint in the order of the files, those of what is quantized instead of its tensors.
+    """Return the units to convert, in the order of the files.
 
-    The functions of the latter return what `quantize_experts` and `quantize_linears` do.
+    Units that quantize replace the units of their tensors; they call `quantize_experts` or `quantize_linears`.
     """
 
     def read_bfloat16(module: Module) -> torch.Tensor:

@@ -7,18 +7,18 @@ Legend: E experts, N output features, K input features, I intermediate_size, H h
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import product
 
 import torch
 
 from thunder_moe.checkpoint.experts import ExpertWeights
-from thunder_moe.checkpoint.files import TensorFiles
-from thunder_moe.checkpoint.formats.interface import FLOATS, Read
+from thunder_moe.checkpoint.files import TensorFiles, TensorInfo
+from thunder_moe.checkpoint.formats.interface import FLOATS, CheckpointFormat
 from thunder_moe.checkpoint.formats.registry import format_of
 from thunder_moe.checkpoint.modules import ExpertBlock, Module
 from thunder_moe.checkpoint.part import UNSHARDED, ExpertsPart
-from thunder_moe.formats.block_format import NVFP4
 from thunder_moe.formats.gate_up import deinterleave
-from thunder_moe.formats.weight import PackedWeight
+from thunder_moe.formats.weight import PackedWeight, joined
 
 __all__ = ["decode_dense", "decode_experts"]
 
@@ -69,19 +69,25 @@ def decode_dense(
         ValueError: as `decode_experts`.
     """
     form = format_of(module)
-    infos = form.infos(module, 2)
-    read: Read = files.read
+    infos, slices = form.infos(module, 2), None
     if part is not None:
         (n, k, _), (dim, index, count) = form.sizes(infos, 2), part
         size = (n if dim == 1 else k) // count
         if dim == 2 and size % form.block:
             raise infos[0].error(f"is shared by {count} processes, wanted shares of blocks of {form.block}")
         own = slice(index * size, (index + 1) * size)
-        rows, columns = (own, slice(0, k)) if dim == 1 else (slice(0, n), own)
-        read = form.sliced(files, infos, None, [rows], columns)
-    codes, bits, global_scale = form.read(read, infos)
-    weight = form.weight(codes[None], bits[None], None if global_scale is None else global_scale.reshape(1))
+        slices = (own, slice(0, k)) if dim == 1 else (slice(0, n), own)
+    weight = _one(files, form, infos, slices)
     return weight.with_tensors(tensor.to(device, copy=True) for tensor in weight.tensors())
+
+
+def _one(
+    files: TensorFiles, form: CheckpointFormat, infos: list[TensorInfo], slices: tuple[slice, slice] | None
+) -> PackedWeight:
+    """Return the weight (1, N, K) of one module, or slices of its rows and columns; whole, as a view of the file."""
+    read = files.read if slices is None else form.sliced(files, infos, None, [slices[0]], slices[1])
+    codes, bits, global_scale = form.read(read, infos)
+    return form.weight(codes[None], bits[None], None if global_scale is None else global_scale.reshape(1))
 
 
 def _stack(
@@ -92,42 +98,33 @@ def _stack(
     The size counts the features of all ranks: (len(projections) * N, K).
     """
     form = format_of(block.modules[projections[0], experts[0]])
-    first = form.infos(block.modules[projections[0], experts[0]], 2)[0]
-    number_format = form.number_format
-    n, codes = first.shape
-    k = number_format.codes_per_byte * codes
+    infos = form.infos(block.modules[projections[0], experts[0]], 2)
+    first, (n, k, _) = infos[0], form.sizes(infos, 2)
     rows, columns = slice(0, n), slice(0, k)
-    if part.feature_ranks > 1:
-        size = number_format.block_size
-        rows, columns = (
-            (rows, part.features(k, size)) if projections == ("down",) else (part.features(n, size), columns)
-        )
-    own_rows, own_k = rows.stop - rows.start, columns.stop - columns.start
-    shape = (len(experts), len(projections), own_rows)
-    qdata = torch.empty(*shape, own_k // number_format.codes_per_byte, dtype=torch.uint8)
-    scale = torch.empty(*shape, own_k // number_format.block_size, dtype=torch.uint8)
-    global_scale = torch.empty(shape[:2], dtype=torch.float32)
+    if part.feature_ranks > 1 and projections == ("down",):
+        columns = part.features(k, form.block)
+    elif part.feature_ranks > 1:
+        rows = part.features(n, form.block)
+    slices = (rows, columns) if part.feature_ranks > 1 else None
+    weights: list[PackedWeight] = []
     biases: list[torch.Tensor] = []
-    for index, expert in enumerate(experts):
-        for number, projection in enumerate(projections):
-            module = block.modules[projection, expert]
-            infos = form.infos(module, 2)
-            infos[0].require((first.dtype,), (n, codes), f", as {first.name!r} has")
-            at = (index, number)
-            read = files.read if part.feature_ranks == 1 else form.sliced(files, infos, None, [rows], columns)
-            qdata[at], scale[at], row_scale = form.read(read, infos)
-            if row_scale is not None:
-                global_scale[at] = row_scale.reshape(())
-            if "bias" in module.fields:
-                module.fields["bias"].require(FLOATS, (n,))
-                biases.append(files.read(module.fields["bias"].name, (rows,)))
-    if len(biases) not in (0, len(experts) * len(projections)):
+    for expert, projection in product(experts, projections):
+        module = block.modules[projection, expert]
+        infos = form.infos(module, 2)
+        infos[0].require((first.dtype,), first.shape, f", as {first.name!r} has")
+        weights.append(_one(files, form, infos, slices))
+        if "bias" in module.fields:
+            module.fields["bias"].require(FLOATS, (n,))
+            biases.append(files.read(module.fields["bias"].name, (rows,)))
+    if len(biases) not in (0, len(weights)):
         raise first.error(f"belongs to {block.name}, where some experts have a bias and others have none")
-    total = len(projections) * own_rows
-    of_rows = global_scale.repeat_interleave(own_rows, 1) if number_format is NVFP4 else None
-    weight = form.weight(qdata.view(len(experts), total, -1), scale.view(len(experts), total, -1), of_rows)
+    total = len(projections) * (rows.stop - rows.start)
+    stacked = (joined(tensors, 0) for tensors in zip(*(weight.tensors() for weight in weights), strict=True))
+    qdata, scale, *global_scale = (tensor.view(len(experts), -1, *tensor.shape[2:]) for tensor in stacked)
+    of_rows = [each.repeat_interleave(total // len(projections), 1) for each in global_scale]
+    weight = weights[0].with_tensors((qdata, scale, *of_rows)).share_global_scale()
     bias = torch.stack(biases).view(len(experts), total) if biases else None
-    return weight.share_global_scale(), bias, (len(projections) * n, k)
+    return weight, bias, (len(projections) * n, k)
 
 
 def _decode_fused(

@@ -278,7 +278,13 @@ def _read_header(path: Path) -> dict[str, TensorInfo]:
     infos: dict[str, TensorInfo] = {}
     offsets: list[tuple[int, int, str]] = []
     for name, entry in header.items():
-        dtype, shape, start, end = _header_entry(path, name, entry)
+        try:
+            dtype, shape, (start, end) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]
+            valid = isinstance(dtype, str) and all(type(n) is int and n >= 0 for n in (*shape, start, end))
+        except (KeyError, TypeError, ValueError):
+            valid = False
+        if not valid or end < start:
+            raise ValueError(f"{path}: tensor {name!r} has a broken header entry {entry!r}")
         info = infos[name] = TensorInfo(name, path, dtype, shape, end - start)
         if dtype in _BITS and prod(shape) * _BITS[dtype] != 8 * (end - start):
             raise info.error(f"has {end - start} bytes, wanted the bytes of dtype {dtype} and shape {shape}")
@@ -293,18 +299,6 @@ def _read_header(path: Path) -> dict[str, TensorInfo]:
     if 8 + length + last != size:
         raise ValueError(f"{path}: has {size} bytes, its tensors end at {8 + length + last}")
     return infos
-
-
-def _header_entry(path: Path, name: str, entry: Any) -> tuple[str, tuple[int, ...], int, int]:
-    """Return (dtype, shape, first byte of the data, byte behind the last one) of a tensor."""
-    try:
-        dtype, shape, (start, end) = entry["dtype"], entry["shape"], entry["data_offsets"]
-    except (KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"{path}: tensor {name!r} has a broken header entry {entry!r}") from error
-    numbers = [*shape, start, end] if isinstance(shape, list) else [None]
-    if not isinstance(dtype, str) or any(type(n) is not int or n < 0 for n in numbers) or end < start:
-        raise ValueError(f"{path}: tensor {name!r} has a broken header entry {entry!r}")
-    return dtype, tuple(shape), start, end
 
 
 def _note_repeats(repeated: list[str], pairs: list[tuple[str, Any]]) -> dict[str, Any]:

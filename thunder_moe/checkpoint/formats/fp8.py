@@ -15,7 +15,7 @@ from thunder_moe.checkpoint.files import TensorFiles, TensorInfo
 from thunder_moe.checkpoint.formats.interface import FLOATS, subdict, wrong_values
 from thunder_moe.checkpoint.modules import FP8_SCALE_FIELDS, Module
 
-__all__ = ["COMPRESSED_TENSORS_FORMATS", "FP8", "find_fp8"]
+__all__ = ["COMPRESSED_TENSORS_FORMATS", "FP8", "find_fp8", "group_formats"]
 
 # compressed-tensors' names of formats with FP8 weights.
 COMPRESSED_TENSORS_FORMATS = ("float-quantized", "naive-quantized")
@@ -115,15 +115,11 @@ def _of_deepseek(quantization: dict[str, Any]) -> str | tuple[int, int]:
 
 
 def _of_compressed_tensors(quantization: dict[str, Any]) -> FP8 | None:
-    groups = subdict(quantization, "config_groups")
+    formats = group_formats(quantization)
     scalings: set[str | tuple[int, int]] = set()
-    count = 0
-    for name in groups:
-        group = subdict(groups, name)
-        if (group.get("format") or quantization.get("format")) not in COMPRESSED_TENSORS_FORMATS:
-            continue
-        count += 1
-        weights = subdict(group, "weights")
+    fp8 = [name for name, form in formats.items() if form in COMPRESSED_TENSORS_FORMATS]
+    for name in fp8:
+        weights = subdict(quantization["config_groups"][name], "weights")
         if (weights.get("num_bits"), weights.get("type"), weights.get("symmetric", True)) != (8, "float", True):
             raise ValueError(f"weights: got {weights} in {name!r}, wanted symmetric ones of 8 bits and type 'float'")
         strategy = weights.get("strategy")
@@ -133,7 +129,13 @@ def _of_compressed_tensors(quantization: dict[str, Any]) -> FP8 | None:
             scalings.add(strategy)
         else:
             raise ValueError(f"strategy: got {strategy!r} in {name!r}, wanted 'tensor', 'channel' or 'block'")
-    return FP8(frozenset(scalings), count == len(groups)) if count else None
+    return FP8(frozenset(scalings), len(fp8) == len(formats)) if fp8 else None
+
+
+def group_formats(quantization: dict[str, Any]) -> dict[str, Any]:
+    """Return the format of each group of a config of compressed-tensors by its name."""
+    groups = subdict(quantization, "config_groups")
+    return {name: subdict(groups, name).get("format") or quantization.get("format") for name in groups}
 
 
 def _block(value: Any, name: str) -> tuple[int, int]:

@@ -49,6 +49,10 @@ class CheckpointFormat(ABC):
     def check(self, quantization: dict[str, Any]) -> None:
         """Raises a ValueError for a quantization_config whose weights are not read here."""
 
+    def has_mxfp8(self, quantization: dict[str, Any]) -> bool:
+        """True if a quantization_config says that there are MXFP8 weights, or allows for them."""
+        return False
+
     def infos(self, module: Module, rank: int) -> list[TensorInfo]:
         """Return the tensors of a weight, the codes first, after a check of their dtypes and shapes.
 

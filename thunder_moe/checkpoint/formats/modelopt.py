@@ -58,7 +58,6 @@ class ModelOpt(CheckpointFormat):
                 check_group_size(weights.get("group_size"))
 
     def has_mxfp8(self, quantization: dict[str, Any]) -> bool:
-        """True if a quantization_config names MXFP8, for all weights or for a layer."""
         layers = subdict(quantization, "quantized_layers")
         algos = [subdict(layers, layer).get("quant_algo") for layer in layers]
         mixed = _is_algo(quantization.get("quant_algo"), MIXED)

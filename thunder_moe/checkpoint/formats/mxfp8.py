@@ -43,18 +43,15 @@ class _MXFP8Modules(CheckpointFormat):
             if value is not None and value not in wanted:
                 raise ValueError(f"{key}: got {value!r} in a config of MXFP8, wanted {wanted[0]!r}")
 
+    def has_mxfp8(self, quantization: dict[str, Any]) -> bool:
+        """True if a config says "mxfp8" (MiniMax), or "fp8" with MXFP8's blocks: the dtype of the scales then tells."""
+        method, block = quantization.get("quant_method"), quantization.get("weight_block_size")
+        return method == self.method or (method == "fp8" and block == [1, self.block])
+
     def is_named(self, quantization: dict[str, Any]) -> bool:
-        """True if a quantization_config is of MXFP8 alone.
-
-        MiniMax says "mxfp8", transformers "fp8" with MXFP8's blocks and scales."""
-        if quantization.get("quant_method") == self.method:
-            return True
-        return self.is_allowed(quantization) and quantization.get("scale_fmt") == "ue8m0"
-
-    def is_allowed(self, quantization: dict[str, Any]) -> bool:
-        """True if a quantization_config says "fp8" with blocks of MXFP8; the dtype of the scales then tells which."""
-        block = quantization.get("weight_block_size")
-        return quantization.get("quant_method") == "fp8" and block == [1, self.block]
+        """True if a config is of MXFP8 alone; transformers says "fp8" with MXFP8's blocks and scales."""
+        named = quantization.get("quant_method") == self.method or quantization.get("scale_fmt") == "ue8m0"
+        return named and self.has_mxfp8(quantization)
 
     def _fields(self, module: Module) -> tuple[str, ...]:
         return "weight", module.mxfp8_scale_field

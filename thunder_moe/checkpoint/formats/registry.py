@@ -61,11 +61,8 @@ def is_fp8_alone(quantization: dict[str, Any]) -> bool:
 
 def has_mxfp8(quantization: dict[str, Any]) -> bool:
     """True if the quantization_config of a checkpoint says that it has MXFP8 weights, or allows for them."""
-    if MXFP8_MODULES.is_named(quantization) or MXFP8_MODULES.is_allowed(quantization):
-        return True
-    known = {MODELOPT.method: MODELOPT.has_mxfp8, COMPRESSED_TENSORS.method: COMPRESSED_TENSORS.has_mxfp8}
-    has = known.get(str(quantization.get("quant_method")))
-    return has is not None and has(quantization)
+    form = FORMATS.get(str(quantization.get("quant_method")), MXFP8_MODULES)
+    return form.has_mxfp8(quantization) or MXFP8_MODULES.has_mxfp8(quantization)
 
 
 def _remedy(quantization: dict[str, Any]) -> str:
