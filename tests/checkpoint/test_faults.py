@@ -110,27 +110,26 @@ def first_tensor(header):
 
 
 HEADERS = {
-    "no object": (lambda h, n: [1], "has no JSON header"),
-    "entry null": (lambda h, n: h | {n: None}, "tensor '{n}' has a broken header entry None"),
-    "shape null": (lambda h, n: h | {n: h[n] | {"shape": None}}, "tensor '{n}' has a broken header entry"),
-    "shape of words": (lambda h, n: h | {n: h[n] | {"shape": ["4", "2"]}}, "tensor '{n}' has a broken header entry"),
-    "negative size": (lambda h, n: h | {n: h[n] | {"shape": [-1, -4]}}, "tensor '{n}' has a broken header entry"),
-    "dtype null": (lambda h, n: h | {n: h[n] | {"dtype": None}}, "tensor '{n}' has a broken header entry"),
-    "offsets null": (lambda h, n: h | {n: h[n] | {"data_offsets": [0, None]}}, "tensor '{n}' has a broken header"),
-    "offsets backwards": (lambda h, n: h | {n: h[n] | {"data_offsets": [9, 1]}}, "tensor '{n}' has a broken header"),
-    "unknown dtype": (lambda h, n: h | {n: h[n] | {"dtype": "Q7"}}, "tensor '.*' has dtype Q7, wanted F32"),
-    "a gap": (lambda h, n: {k: v for k, v in h.items() if k != n}, "(tensor '.*' begins at byte|has .* bytes, its)"),
-    "overlap": (
-        lambda h, n: h | {"other": h[n]}, "tensor '.*' begins at byte 0 of the data, wanted .* where the one before",
-    ),
-    "deep": (lambda h, n: b"[" * 200_000, "has no JSON header"),
-    "no text": (lambda h, n: b"\xff\xfe{", "has no JSON header"),
-    "huge number": (lambda h, n: b'{"a": {"dtype": "U8", "shape": [' + b"9" * 5000 + b"]}}", "has no JSON header"),
-}  # fmt: skip
+    "no object": lambda h, n: [1],
+    "entry null": lambda h, n: h | {n: None},
+    "shape null": lambda h, n: h | {n: h[n] | {"shape": None}},
+    "shape of words": lambda h, n: h | {n: h[n] | {"shape": ["4", "2"]}},
+    "negative size": lambda h, n: h | {n: h[n] | {"shape": [-1, -4]}},
+    "another size": lambda h, n: h | {n: h[n] | {"shape": [1, 1]}},
+    "dtype null": lambda h, n: h | {n: h[n] | {"dtype": None}},
+    "offsets null": lambda h, n: h | {n: h[n] | {"data_offsets": [0, None]}},
+    "offsets backwards": lambda h, n: h | {n: h[n] | {"data_offsets": [9, 1]}},
+    "unknown dtype": lambda h, n: h | {n: h[n] | {"dtype": "Q7"}},
+    "a gap": lambda h, n: {k: v for k, v in h.items() if k != n},
+    "overlap": lambda h, n: h | {"other": h[n]},
+    "deep": lambda h, n: b"[" * 200_000,
+    "no text": lambda h, n: b"\xff\xfe{",
+    "huge number": lambda h, n: b'{"a": {"dtype": "U8", "shape": [' + b"9" * 5000 + b"]}}",
+}
 
 
-@pytest.mark.parametrize(("edit", "message"), HEADERS.values(), ids=HEADERS)
-def test_broken_headers(tmp_path, source, capsys, edit, message):
+@pytest.mark.parametrize("edit", HEADERS.values(), ids=HEADERS)
+def test_broken_headers(tmp_path, source, capsys, edit):
     file = source / SHARD
     header, data = header_of(file)
     name = first_tensor(header)
@@ -138,7 +137,7 @@ def test_broken_headers(tmp_path, source, capsys, edit, message):
     write_header(file, header if isinstance(header, bytes) else json.dumps(header), data)
     status, said = command(tmp_path, capsys)
     assert status == 1
-    assert re.search(rf"^error: .*{SHARD}: {message.replace('{n}', re.escape(name))}", said), said
+    assert said.startswith(f"error: {file}: is truncated or no safetensors file (Error while deserializing header: ")
     assert os.listdir(tmp_path) == ["source"]
 
 
@@ -155,7 +154,8 @@ def test_a_header_that_is_too_long(tmp_path, source, capsys):
         file.write((200_000_000).to_bytes(8, "little"))
         file.truncate(300_000_000)  # a hole, which takes no space
     status, said = command(tmp_path, capsys)
-    assert (status, said.partition(": has ")[2]) == (1, "a header of 200000000 bytes, wanted at most 100000000")
+    assert status == 1
+    assert re.search(rf"{SHARD}: is truncated or no safetensors file \(.*header too large", said)
 
 
 INDICES = {

@@ -306,29 +306,10 @@ def test_truncated_file(tmp_path):
     copy = copy_export(tmp_path, "compressed_tensors_qwen3_moe")
     file = copy / "model-00002-of-00002.safetensors"
     content = file.read_bytes()
-    header = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])
-    last = max((name for name in header if name != "__metadata__"), key=lambda name: header[name]["data_offsets"][1])
     for length in (len(content) - 1, len(content) // 2, 100, 3):
         file.write_bytes(content[:length])
-        wanted = "model-00002-of-00002.safetensors: "
-        wanted += f"tensor '{last}' ends at byte" if length == len(content) - 1 else "(tensor|has)"
-        with pytest.raises(ValueError, match=wanted):
+        with pytest.raises(ValueError, match=f"^{file}: is truncated or no safetensors file"):
             Checkpoint(copy)
-    file.write_bytes(b"\x08" + b"\0" * 7 + b"not json")
-    with pytest.raises(ValueError, match="has no JSON header"):
-        Checkpoint(copy)
-
-
-def test_header_of_a_wrong_size(tmp_path):
-    copy = copy_export(tmp_path, "modelopt_qwen3_moe")
-    content = (copy / "model.safetensors").read_bytes()
-    length = int.from_bytes(content[:8], "little")
-    header = json.loads(content[8 : 8 + length])
-    header["lm_head.weight"]["shape"] = [16, 31]
-    text = json.dumps(header).encode()
-    (copy / "model.safetensors").write_bytes(len(text).to_bytes(8, "little") + text + content[8 + length :])
-    with pytest.raises(ValueError, match=r"model.safetensors: tensor 'lm_head.weight' has 1024 bytes, wanted the"):
-        Checkpoint(copy)
 
 
 def test_inconsistent_index(tmp_path):

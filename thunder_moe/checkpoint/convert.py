@@ -118,7 +118,7 @@ def convert(
             conversion is writing it.
         OSError: a file cannot be read or written; names it.
         MemoryError: a layer does not fit the device.
-        ValueError: a file of the source is truncated or inconsistent (names file and tensor), or one of the partial
+        ValueError: a file of the source is truncated or a tensor inconsistent (names it), or a file of the partial
             conversion is damaged (says what to remove), a weight's in_features
             are no multiple of 16 (of 32 for MXFP8), the device is not there, an unknown format, a scale_search with
             MXFP8 alone, there are no experts, nor with `linears` dense layers, to convert, or a pattern fits nothing.

@@ -61,7 +61,7 @@ class Checkpoint:
 
     Raises:
         FileNotFoundError: the path has no checkpoint.
-        ValueError: a truncated or inconsistent file, or an unsupported quantization; names file and tensor.
+        ValueError: a truncated or inconsistent file, or an unsupported quantization; names the file.
     """
 
     def __init__(self, path: str | Path, *, interleaved: bool | None = None, argument: str = "path") -> None:

@@ -50,7 +50,7 @@ def load_checkpoint(
     Raises:
         FileNotFoundError: no checkpoint there.
         TypeError: `linears` is no bool.
-        ValueError: a file is truncated or inconsistent (names file and tensor), the quantization is not read here, the
+        ValueError: a file is truncated, or a tensor inconsistent (names it), the quantization is not read here, the
             checkpoint is not quantized, or lacks a tensor of the model; a distributed_config with a device, pipeline
             parallelism or an older transformers, or of sizes that do not divide the experts or their blocks of 16.
         ImportError: a device or a distributed_config is given and accelerate is missing.

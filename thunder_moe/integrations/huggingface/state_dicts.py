@@ -188,7 +188,7 @@ class _InMemory:
     def __post_init__(self) -> None:
         where = Path("state_dict")
         self.infos = {
-            name: TensorInfo(name, where, _DTYPES.get(t.dtype, str(t.dtype)), tuple(t.shape), t.nbytes)
+            name: TensorInfo(name, where, _DTYPES.get(t.dtype, str(t.dtype)), tuple(t.shape))
             for name, t in self.tensors.items()
         }
 
