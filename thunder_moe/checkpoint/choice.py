@@ -5,7 +5,6 @@ Called by convert; calls selection to parse the options, dense_names to recogniz
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -25,6 +24,7 @@ from thunder_moe.selection import (
     Selector,
     check_patterns,
     format_function,
+    parents,
     select,
     shortened,
 )
@@ -70,7 +70,7 @@ def choose(
     blocks = checkpoint.blocks | checkpoint.plain_blocks | checkpoint.fp8_blocks
     parts = {info.name for block in blocks.values() for info in block.infos()}  # a block is converted as one
     modules = [name.rpartition(".")[0] for name in checkpoint.files.infos if name not in parts]
-    paths = [path for name in (*modules, *blocks, *dense, HEAD) for path in _with_parents(name)]
+    paths = [path for name in (*modules, *blocks, *dense, HEAD) for path in (name, *parents(name)) if path]
     names = Names(str(checkpoint.path), {path: (path,) for path in paths})
     selector, format_of = Selector(names, filter, ignore), format_function(format, names)
     takes = None if linears is None or isinstance(linears, bool) else select("linears", linears, names)
@@ -128,10 +128,3 @@ def _dense_candidates(checkpoint: Checkpoint) -> dict[str, Module]:
         and not is_router(path)
         and not is_embedding(path)
     }
-
-
-def _with_parents(name: str) -> Iterator[str]:
-    """Yields a name and the names of all modules that hold it."""
-    while name:
-        yield name
-        name = name.rpartition(".")[0]

@@ -26,13 +26,10 @@ __all__ = ["decode_dense", "decode_experts"]
 def decode_experts(
     files: TensorFiles, block: ExpertBlock, interleaved: bool, part: ExpertsPart = UNSHARDED
 ) -> ExpertWeights:
-    """Return the experts of one layer, on the CPU, as copies.
+    """Return the experts of one layer or a part of them, on the CPU, as copies.
 
-    Args:
-        files: where the tensors are.
-        block: their names.
-        interleaved: the rows of a fused gate_up projection alternate.
-        part: the part to read. If ranks share the features, the first has down's bias and the others have zeros.
+    If ranks share the features, the first has down's bias and the others have zeros. `interleaved` says that the rows
+    of a fused gate_up projection alternate.
 
     Raises:
         ValueError: a tensor is missing or has the wrong dtype, shape or values; names file and tensor. Or the ranks
@@ -57,13 +54,9 @@ def decode_experts(
 def decode_dense(
     files: TensorFiles, module: Module, device: torch.device | str = "cpu", part: tuple[int, int, int] | None = None
 ) -> PackedWeight:
-    """Return a copy of the weight (1, N, K) of a packed module that is not an expert.
+    """Return a copy of the weight (1, N, K) of a packed module that is not an expert, on a device.
 
-    Args:
-        files: where the tensors are.
-        module: its tensors.
-        device: of the result.
-        part: (dim, index, count): one of `count` equal parts along dim 1 or 2.
+    A `part` (dim, index, count) is one of `count` equal parts along dim 1 or 2.
 
     Raises:
         ValueError: as `decode_experts`.

@@ -50,16 +50,9 @@ def quantize_experts(
     device: torch.device | str,
     scale_search: str | None,
 ) -> list[tuple[str, ExpertWeights, tuple[float, float]]]:
-    """Quantizes the experts of a layer, to the codes and scales of `quantize_`.
+    """Quantizes the experts of a layer on a device, to the codes and scales of `quantize_`.
 
     In NVFP4 each expert has a global scale, which its gate and up share, as other readers assume.
-
-    Args:
-        checkpoint: of the weights.
-        block: their names.
-        number_format: the number format.
-        device: where to quantize.
-        scale_search: as in `nvfp4.quantize`.
 
     Returns:
         (path, weights on the CPU, signal to quantization noise in decibels of gate and up, and of down), alone.
@@ -143,29 +136,22 @@ def _rows(checkpoint: Checkpoint, modules: Iterable[Module], device: torch.devic
 def quantize_tensor(
     weight: torch.Tensor, infos: list[TensorInfo], number_format: NumberFormat, scale_search: str | None
 ) -> PackedWeight:
-    """Quantize a weight; errors name the tensor in the file.
+    """Quantize a weight (E, N, K); errors name the tensor of its rows in the file, one of several only if E is 1.
 
-    Args:
-        weight: (E, N, K).
-        infos: the tensors that its rows are from; several only if E is 1.
-        number_format: the number format.
-        scale_search: for weights in NVFP4.
+    A `scale_search` is for weights in NVFP4.
     """
     try:
-        packed: PackedWeight = number_format.quantize(
-            weight, scale_search=scale_search if number_format.name == NVFP4.name else None
-        )
+        search = scale_search if number_format.name == NVFP4.name else None
+        packed: PackedWeight = number_format.quantize(weight, scale_search=search)
         return packed
     except ValueError as error:
-        begin, bad_info = 0, infos[0]
-        for info in infos if len(infos) > 1 else []:
-            rows = weight[0, begin : (begin := begin + info.shape[0])]
-            if not bool(torch.isfinite(rows).all()):
-                bad_info = info
-                break
         bad = [expert for expert, rows in enumerate(weight) if not bool(torch.isfinite(rows).all())]
         if not bad:
-            raise bad_info.error(f"cannot be quantized: {error}") from error
+            raise infos[0].error(f"cannot be quantized: {error}") from error
+        bad_info = infos[0]
+        if len(infos) > 1:
+            parts = zip(infos, weight[0].split([info.shape[0] for info in infos]), strict=True)
+            bad_info = next(info for info, rows in parts if not bool(torch.isfinite(rows).all()))
         which = f" in experts {bad[:8]}" if len(weight) > 1 else ""  # a single expert is in the tensor's name
         raise bad_info.error(f"cannot be quantized: got NaN or Inf{which}, wanted finite values") from error
 
