@@ -14,6 +14,7 @@ from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any
 
 import torch
+from safetensors import SafetensorError, safe_open
 
 from thunder_moe.formats.checks import require_type
 
@@ -107,7 +108,7 @@ class TensorFiles:
         try:
             file = self._file(info.file)
             tensor: torch.Tensor = file.get_tensor(name) if index is None else file.get_slice(name)[index]
-        except import_safetensors().SafetensorError as error:
+        except SafetensorError as error:
             raise info.error(f"cannot be read: {error}") from error
         return tensor
 
@@ -117,7 +118,7 @@ class TensorFiles:
 
     def _file(self, path: Path) -> Any:
         if path not in self._open:
-            self._open[path] = import_safetensors().safe_open(str(path), framework="pt")
+            self._open[path] = safe_open(str(path), framework="pt")
             if len(self._open) > _OPEN_FILES:
                 self._open.popitem(last=False)
         self._open.move_to_end(path)
@@ -231,27 +232,13 @@ def read_json(path: Path) -> dict[str, Any]:
     return value
 
 
-def import_safetensors() -> Any:
-    """Import and return the package.
-
-    Raises:
-        ImportError: it is not installed; the message says what to install.
-    """
-    try:
-        import safetensors.torch
-    except ImportError as error:
-        raise ImportError("checkpoints need safetensors: pip install 'thunder_moe[transformers]'") from error
-    return safetensors
-
-
 def _read_header(path: Path) -> dict[str, TensorInfo]:
     """Return the tensors of a file by name, after safetensors' check of the header against the file."""
-    safetensors = import_safetensors()
     with path.open("rb") as file:
         try:
-            with safetensors.safe_open(str(path), framework="pt"):
+            with safe_open(str(path), framework="pt"):
                 length = int.from_bytes(file.read(8), "little")
-        except safetensors.SafetensorError as error:
+        except SafetensorError as error:
             raise ValueError(f"{path}: is truncated or no safetensors file ({error})") from error
         header = json.loads(file.read(length), object_pairs_hook=partial(_without_repeats, path))
     header.pop("__metadata__", None)

@@ -16,10 +16,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
 
 from thunder_moe.checkpoint.companions import copy_companions
 from thunder_moe.checkpoint.experts import ExpertsLayout, ExpertWeights
-from thunder_moe.checkpoint.files import INDEX_NAME, SINGLE_NAME, TensorFiles, expand_user, import_safetensors
+from thunder_moe.checkpoint.files import INDEX_NAME, SINGLE_NAME, TensorFiles, expand_user
 from thunder_moe.checkpoint.formats.modelopt import MODELOPT
 from thunder_moe.checkpoint.formats.registry import format_of
 from thunder_moe.checkpoint.ignored import ignored_modules, merge_conflicts
@@ -84,10 +86,9 @@ class ShardWriter:
             return
         path, _ = shard_paths(self.directory, len(self.shards), 1)
         unfinished = path.with_suffix(".unfinished")
-        safetensors = import_safetensors()
         try:
-            safetensors.torch.save_file(self._pending, str(unfinished), metadata={"format": "pt"})
-        except safetensors.SafetensorError as error:
+            save_file(self._pending, str(unfinished), metadata={"format": "pt"})
+        except SafetensorError as error:
             raise OSError(f"{unfinished}: cannot be written: {error}") from error
         unfinished.chmod(0o666 & ~_umask())  # safetensors creates files with mode 0600
         os.replace(unfinished, path)

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from thunder_moe.formats.registry import FORMATS, NumberFormat
+from thunder_moe.formats.weight import PackedWeight
 from thunder_moe.progress import progress_bar
 from thunder_moe.quantization.choose import choose_modules
 from thunder_moe.selection import Patterns, Selection
@@ -177,7 +178,8 @@ def _round(view: Tensor, source: Tensor, format: NumberFormat) -> None:
 
 def _packed_bytes(view: Tensor, format: NumberFormat) -> int:
     """Return the bytes of codes, scales and global scales of a weight."""
-    codes, scale, *per_expert = (t.nbytes for t in format.quantize(torch.zeros(1, 1, view.shape[-1])).tensors())
+    row: PackedWeight = format.quantize(torch.zeros(1, 1, view.shape[-1]))
+    codes, scale, *per_expert = (tensor.nbytes for tensor in row.tensors())
     return view.shape[0] * (view.shape[1] * (codes + scale) + sum(per_expert))
 
 
