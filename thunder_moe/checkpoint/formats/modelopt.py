@@ -58,10 +58,11 @@ class ModelOpt(CheckpointFormat):
                 check_group_size(weights.get("group_size"))
 
     def has_mxfp8(self, quantization: dict[str, Any]) -> bool:
-        layers = subdict(quantization, "quantized_layers")
-        algos = [subdict(layers, layer).get("quant_algo") for layer in layers]
-        mixed = _is_algo(quantization.get("quant_algo"), MIXED)
-        return any(_is_algo(algo, MXFP8_ALGO) for algo in (algos if mixed else [quantization.get("quant_algo")]))
+        algos = [quantization.get("quant_algo")]
+        if _is_algo(algos[0], MIXED):
+            layers = subdict(quantization, "quantized_layers")
+            algos = [subdict(layers, layer).get("quant_algo") for layer in layers]
+        return any(_is_algo(algo, MXFP8_ALGO) for algo in algos)
 
     def encode(
         self, path: str, weights: ExpertWeights, layout: ExpertsLayout, *, warns: bool = True
@@ -88,19 +89,14 @@ class ModelOpt(CheckpointFormat):
             names = (weights.gate_up.format.name, weights.down.format.name)
             raise ValueError(f"weights: {path} has gate and up in {names[0]}, down in {names[1]}, wanted one format")
         weights = replace(weights, gate_up=weights.gate_up.to_layout("linear"), down=weights.down.to_layout("linear"))
-        if not layout.fused:
-            yield from _encode_per_expert(path, weights, layout.projections, warns)
-            return
         scales = {"gate_up": _shared_scale(weights.gate_up), "down": _shared_scale(weights.down)}
-        plain = weights.gate_up_bias is None and weights.down_bias is None and not layout.interleaved
-        if weights.down.format is MXFP8:
-            per_expert = not layout.interleaved
-        else:
-            per_expert = plain and any(scale is not None and scale.ndim for scale in scales.values())
-        if per_expert:
-            yield from _encode_per_expert(path, weights, layout.projections, warns)
-        else:
+        several = any(scale is not None and scale.ndim for scale in scales.values())
+        has_bias = weights.gate_up_bias is not None or weights.down_bias is not None
+        is_nvfp4 = weights.down.format is NVFP4
+        if layout.fused and (layout.interleaved or (is_nvfp4 and (has_bias or not several))):
             yield from _encode_fused(path, weights, layout, scales, warns)
+        else:
+            yield from _encode_per_expert(path, weights, layout.projections, warns)
 
     def encode_dense(self, path: str, weight: PackedWeight) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the tensors of a dense layer's weight (1, N, K) by ModelOpt's names; reading restores the same bits.
