@@ -253,6 +253,34 @@ def test_inconsistent_fused_tensors(tmp_path, edit, message):
         read_all(copy)
 
 
+@pytest.mark.parametrize("dropped", [(), ("up",), ("gate", "up")])
+def test_biases_of_gate_and_up_in_two_tensors(tmp_path, dropped):
+    copy = copy_export(tmp_path, "modelopt_gpt_oss")
+    whole = Checkpoint(copy, interleaved=False).read_experts(FUSED)
+
+    def split(tensors):
+        for field in ("", "_weight_scale", "_weight_scale_2", "_bias"):
+            tensor = tensors.pop(f"{FUSED}.gate_up_proj{field}")
+            for name, part in zip(
+                ("gate", "up"), tensor.chunk(2, -1) if tensor.ndim else (tensor, tensor), strict=True
+            ):
+                tensors[f"{FUSED}.{name}_proj{field}"] = part.clone()
+        del tensors[f"{FUSED}.gate_up_proj_input_scale"]
+        for name in dropped:
+            del tensors[f"{FUSED}.{name}_proj_bias"]
+
+    edit_tensors(copy, split)
+    if len(dropped) == 1:
+        with pytest.raises(
+            ValueError, match=f"model.safetensors: tensor .* {FUSED}, where one of gate and up has a bias"
+        ):
+            read_all(copy)
+        return
+    parts = Checkpoint(copy, interleaved=False).read_experts(FUSED)
+    assert_same_bits(parts.gate_up.share_global_scale(), whole.gate_up)
+    assert (parts.gate_up_bias is None) if dropped else torch.equal(parts.gate_up_bias, whole.gate_up_bias)
+
+
 CONFIG_ERRORS = {
     "quant_algo": (
         "modelopt_qwen3_moe",

@@ -136,8 +136,9 @@ def _decode_fused(
     if "gate_up" not in weights:
         weights["gate_up"] = PackedWeight.concatenate(weights["gate"], weights["up"])
         sizes["gate_up"] = (sizes["gate"][0] + sizes["up"][0], sizes["gate"][1])
-        if "gate" in biases and "up" in biases:
-            biases["gate_up"] = torch.cat([biases["gate"], biases["up"]], 1)
+        if len(both := [biases[name] for name in ("gate", "up") if name in biases]) == 1:
+            raise block.any_info().error(f"belongs to {block.name}, where one of gate and up has a bias")
+        biases |= {"gate_up": torch.cat(both, 1)} if both else {}
     decoded = ExpertWeights(weights["gate_up"], weights["down"], biases.get("gate_up"), biases.get("down"))
     return decoded, (sizes["gate_up"], sizes["down"])
 
