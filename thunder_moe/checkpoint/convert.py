@@ -33,6 +33,7 @@ from thunder_moe.checkpoint.writer import (
     require_absent,
     write_configs,
 )
+from thunder_moe.formats.checks import require_device
 from thunder_moe.formats.registry import FORMATS, check_scale_search, find_format
 from thunder_moe.progress import progress_bar
 from thunder_moe.selection import Format, Patterns, Selection
@@ -127,7 +128,7 @@ def convert(
     require_absent(destination, "destination")
     # An unknown name raises before any work.
     check_scale_search(scale_search, [find_format(format).name] if isinstance(format, str) else [])
-    _require_device(device)
+    require_device("device", device)
     checkpoint = Checkpoint(source, argument="source")
     choice = choose(checkpoint, filter=filter, ignore=ignore, linears=linears, format=format)
     if not checkpoint.blocks and not choice.formats:
@@ -148,19 +149,6 @@ def convert(
         copy_companions(checkpoint.path, unfinished.checkpoint, skip=(unfinished.directory,))
         unfinished.finish()
     return errors
-
-
-def _require_device(device: torch.device | str) -> None:
-    """Raises a ValueError unless tensors can be made on a device and read."""
-    try:
-        found = torch.device(device)
-    except RuntimeError as error:
-        raise ValueError(f"device: got {device!r}, wanted one of torch's, such as 'cpu' or 'cuda'") from error
-    try:
-        torch.zeros(1, device=found).item()
-    except (RuntimeError, AssertionError) as error:
-        reason = str(error).partition("\n")[0]
-        raise ValueError(f"device: got {str(device)!r}, which cannot be used here ({reason})") from error
 
 
 def _units(
