@@ -107,8 +107,14 @@ def test_biases_follow_their_rows():
     bias = tensors[f"{path}.gate_up_proj_bias"]
     assert torch.equal(weights.gate_up_bias, torch.cat([bias[:, 0::2], bias[:, 1::2]], 1))
     assert torch.equal(weights.down_bias, tensors[f"{path}.down_proj_bias"])
-    as_stored = Checkpoint(DATA / "mxfp4_gpt_oss", interleaved=False).read_experts(path)
+    as_stored = not_interleaved(DATA / "mxfp4_gpt_oss").read_experts(path)
     assert torch.equal(as_stored.gate_up_bias, bias)
+
+
+def not_interleaved(path):
+    checkpoint = Checkpoint(path)
+    checkpoint.interleaved = False
+    return checkpoint
 
 
 def test_hf_quant_config_alone_is_enough(tmp_path):
@@ -256,7 +262,7 @@ def test_inconsistent_fused_tensors(tmp_path, edit, message):
 @pytest.mark.parametrize("dropped", [(), ("up",), ("gate", "up")])
 def test_biases_of_gate_and_up_in_two_tensors(tmp_path, dropped):
     copy = copy_export(tmp_path, "modelopt_gpt_oss")
-    whole = Checkpoint(copy, interleaved=False).read_experts(FUSED)
+    whole = not_interleaved(copy).read_experts(FUSED)
 
     def split(tensors):
         for field in ("", "_weight_scale", "_weight_scale_2", "_bias"):
@@ -276,7 +282,7 @@ def test_biases_of_gate_and_up_in_two_tensors(tmp_path, dropped):
         ):
             read_all(copy)
         return
-    parts = Checkpoint(copy, interleaved=False).read_experts(FUSED)
+    parts = not_interleaved(copy).read_experts(FUSED)
     assert_same_bits(parts.gate_up.share_global_scale(), whole.gate_up)
     assert (parts.gate_up_bias is None) if dropped else torch.equal(parts.gate_up_bias, whole.gate_up_bias)
 

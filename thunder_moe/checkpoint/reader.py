@@ -46,12 +46,12 @@ class Checkpoint:
 
     Args:
         path: a directory, or the name of a hub model that the local cache holds.
-        interleaved: the rows of fused gate_up projections alternate; None: the config's model_type decides.
         argument: the name of the path in messages.
 
     Attributes:
         path: the directory.
         config: config.json.
+        interleaved: the rows of fused gate_up projections alternate, by the model_type; may be changed.
         quantization: the quantization_config, or None.
         method: "modelopt", "compressed-tensors", "mxfp8" or "mxfp4", the form of the packed weights; "fp8" for a
             checkpoint that has FP8 weights alone, of any form; None for a 16-bit one.
@@ -64,7 +64,7 @@ class Checkpoint:
         ValueError: a truncated or inconsistent file, or an unsupported quantization; names the file.
     """
 
-    def __init__(self, path: str | Path, *, interleaved: bool | None = None, argument: str = "path") -> None:
+    def __init__(self, path: str | Path, *, argument: str = "path") -> None:
         self.path = find_checkpoint(path, argument=argument)
         file, modelopt = self.path / "config.json", self.path / "hf_quant_config.json"
         if not file.is_file():
@@ -83,7 +83,7 @@ class Checkpoint:
                 self.method = "fp8" if is_fp8_alone(self.quantization) else check_quantization(self.quantization)
         except ValueError as error:
             raise ValueError(f"{file}: {error}") from error
-        self.interleaved = is_interleaved(self.config) if interleaved is None else interleaved
+        self.interleaved = is_interleaved(self.config)
         self.files = TensorFiles(self.path, argument)
         modules = sort_modules(self.files)
         quantized = {path: block for path, block in modules.experts.items() if block.is_quantized}
