@@ -205,7 +205,7 @@ def find_checkpoint(path: str | Path, revision: str | None = None, *, argument: 
     raise FileNotFoundError(f"{argument}: {path} is not a directory, and {why}")
 
 
-def expand_user(path: str | Path, argument: str) -> Path:
+def expand_user(path: str | os.PathLike[Any], argument: str) -> Path:
     """Return a path in which a home directory replaces ``~``.
 
     Raises:

@@ -1,5 +1,5 @@
 """Sorts the tensors of a checkpoint by their names into experts of layers, quantized modules and others.
-Called by formats, decode, reader and quantize_experts; calls files for names, dtypes and shapes, and reads no tensor.
+Called by formats, decode, reader and quantize; calls files for names, dtypes and shapes, and reads no tensor.
 
 Every format names the tensors of an expert's projection or of a Linear ``<module>.<field>``, and tensors of all experts
 ``<experts>.<projection>_<field>``. `sort_modules` maps both to a `Module` with its fields.

@@ -1,5 +1,5 @@
 """Decodes FP8 weights to float32 for conversions, with the scales that a checkpoint's config describes.
-Called by registry, compressed_tensors, float_weights and reader; calls modules and files.
+Called by registry, compressed_tensors and reader; calls modules and files.
 
 Legend: E experts, N and K dimensions of a weight as the file has it.
 """
