@@ -26,6 +26,13 @@ def experts_path(export):
     return EXPERTS.get(export, "model.layers.0.mlp.experts")
 
 
+def stream(checkpoint, **options):
+    """Yields (name, value) of all modules and tensors."""
+    checkpoint.require_4_bit_experts()
+    for name, (_, read) in checkpoint.units(**options).items():
+        yield name, read()
+
+
 def load_tensors(directory):
     tensors = {}
     for file in directory.glob("model*.safetensors"):

@@ -50,6 +50,11 @@ def test_a_model_is_a_module(name, given):
     [
         (lambda: expert_load(None), TypeError, "model: got NoneType"),
         (
+            lambda: thunder_moe.load_checkpoint("~nobody-of-this-name/x"),
+            ValueError,
+            "path: got '~nobody-of-this-name/x'",
+        ),
+        (
             lambda: quantize_(model(), filter="expert"),
             ValueError,
             "filter: 'expert' fits no experts of .* close names are 'experts'",

@@ -2,7 +2,6 @@
 Called by users; calls formats and ops.fake_quantize. `thunder_moe.mxfp8` is the same of MXFP8.
 """
 
-from thunder_moe.formats.checks import require
 from thunder_moe.formats.layouts import BLOCK_SIZE, LAYOUTS, scale_shape
 from thunder_moe.formats.nvfp4 import WEIGHT_DTYPES, dequantize, quantize
 from thunder_moe.formats.weight import NVFP4Weight
@@ -16,6 +15,5 @@ __all__ = [
     "dequantize",
     "fake_quantize",
     "quantize",
-    "require",
     "scale_shape",
 ]

@@ -7,13 +7,11 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Iterable
-from typing import Any, TextIO, TypeVar, overload
+from typing import Any, TextIO
 
 from tqdm import tqdm
 
 __all__ = ["progress_bar"]
-
-T = TypeVar("T")
 
 # Seconds between two lines of a bar.
 _INTERVAL = 30.0
@@ -42,14 +40,6 @@ class _Lines:
 
     def flush(self) -> None:
         """Does nothing: each line is flushed."""
-
-
-@overload
-def progress_bar(iterable: Iterable[T], **options: Any) -> tqdm[T]: ...
-
-
-@overload
-def progress_bar(iterable: None = None, **options: Any) -> tqdm[Any]: ...
 
 
 def progress_bar(iterable: Iterable[Any] | None = None, **options: Any) -> tqdm[Any]:

@@ -36,7 +36,6 @@ __all__ = [
     "row_groups",
     "scale_of_rows",
     "sort_by_expert",
-    "token_of_slot",
 ]
 
 _MAX_INT32 = 2**31 - 1
@@ -217,17 +216,13 @@ def invert(order_M: Tensor) -> Tensor:
     return torch.zeros_like(order_M).scatter(0, order_M, torch.arange(order_M.shape[0], device=order_M.device))
 
 
-def token_of_slot(slot: Tensor, slots: int, tokens: int) -> Tensor:
-    """Return the token of each slot, when `tokens` tokens have `slots` slots in all."""
-    return slot // (slots // max(tokens, 1)) if slots else slot
-
-
 def gather_rows(activation: Tensor, row_slot: Tensor | None) -> Tensor:
     """Gather tokens (T, K) to rows (M, K); without row_slot the activation has the rows already."""
     if row_slot is None:
         return activation
     slots = row_slot.shape[0]
-    return activation.index_select(0, token_of_slot(_within(row_slot, slots), slots, activation.shape[0]))
+    slot = _within(row_slot, slots)
+    return activation.index_select(0, slot // (slots // max(activation.shape[0], 1)) if slots else slot)
 
 
 def scale_of_rows(slot_scale: Tensor | None, row_slot: Tensor | None) -> Tensor | None:

@@ -29,6 +29,7 @@ __all__ = [
     "Selector",
     "check_patterns",
     "format_function",
+    "parents",
     "parse_patterns",
     "require_matches",
     "require_signature",
@@ -58,7 +59,7 @@ class Names:
     def of_model(cls, model: nn.Module) -> Names:
         """Returns the names of the modules of a model that have weights, which a checkpoint of it has, too."""
         named = [*model.named_modules(remove_duplicate=False)]
-        having = {outer for name, module in named if _has_weights(module) for outer in (*_parents(name), name)}
+        having = {outer for name, module in named if _has_weights(module) for outer in (*parents(name), name)}
         names: dict[nn.Module, list[str]] = {}
         for name, module in named:
             if name in having or module is model:
@@ -83,10 +84,10 @@ def _has_weights(module: nn.Module) -> bool:
 def _covers(pattern: str, name: str) -> bool:
     if pattern.startswith("re:"):
         return re.match(pattern[3:], name) is not None
-    return any(fnmatchcase(path, pattern) for path in (*_parents(name), name))
+    return any(fnmatchcase(path, pattern) for path in (*parents(name), name))
 
 
-def _parents(name: str) -> list[str]:
+def parents(name: str) -> list[str]:
     """Returns the names of the modules that hold a module, the outermost first."""
     return [name[:at] for at, letter in enumerate(name) if letter == "."]
 
@@ -174,19 +175,11 @@ def check_patterns(
     linears: bool | Selection | None = False,
     format: Format | None = None,
 ) -> None:
-    """Raises a ValueError for a pattern that fits nothing.
+    """Raises a ValueError for a pattern of a user's options that fits nothing.
 
-    Patterns of `filter` and `linears` have to fit a module that could be converted. Patterns of `ignore` and `format`,
-    which people share between models, have to fit any module with weights.
-
-    Args:
-        names: of all modules.
-        experts: names of experts that could be converted.
-        dense: names of dense layers that could be converted; empty without `linears`.
-        filter: the user's option.
-        ignore: the user's option.
-        linears: the user's option.
-        format: the user's option.
+    Patterns of `filter` and `linears` have to fit a module that could be converted: one of `experts`, or of `dense`,
+    which is empty without `linears`. Patterns of `ignore` and `format`, which people share between models, have to fit
+    any module with weights.
     """
     candidates = [*experts, *dense]
     if dense:
@@ -197,7 +190,7 @@ def check_patterns(
         require_matches(option, value, names)
         for pattern in _patterns_of(value):
             if pattern.startswith("re:") and not any(names.covered(pattern, name) for name in candidates):
-                holders = dict.fromkeys(outer for name in candidates for outer in _parents(name))
+                holders = dict.fromkeys(outer for name in candidates for outer in parents(name))
                 whole = next((name for name in holders if names.covered(pattern, name)), None)
                 if whole is not None:
                     raise ValueError(f"{option}: {pattern!r} fits {whole!r} alone, wanted one that fits what is in it")
@@ -208,12 +201,7 @@ def require_matches(
 ) -> None:
     """Raises a ValueError, with names that are close, for a pattern of an option that fits nothing.
 
-    Args:
-        option: its name.
-        value: the user's option; only patterns are checked.
-        names: of all modules.
-        candidates: a pattern has to fit one of these names; None: all modules with weights.
-        what: a word for the candidates.
+    A pattern has to fit one of `candidates`, which `what` names; None: any module with weights.
     """
     known = [*(names.all if candidates is None else candidates)]
     for pattern in _patterns_of(value):
@@ -221,9 +209,8 @@ def require_matches(
             if any(names.covered(pattern, name) for name in names.all):
                 why = "fits modules of another kind, or converted already"
                 raise ValueError(f"{option}: {pattern!r} {why}, wanted {what} of {names.where} to convert")
-            close = get_close_matches(
-                without_numbers(pattern), dict.fromkeys(map(without_numbers, known)), n=3, cutoff=0
-            )
+            kinds = dict.fromkeys(map(without_numbers, known))
+            close = get_close_matches(without_numbers(pattern), kinds, n=3, cutoff=0)
             near = f"; close names are {', '.join(map(repr, close))}" if close else ""
             whole = "the whole name of one with weights" if candidates is None else "a whole name"
             raise ValueError(

@@ -12,16 +12,19 @@ from math import inf, log10
 
 import pytest
 import torch
-from checkpoint_files import DATA, EXPORTS, assert_same_bits, bits, decoded, load_tensors
+from checkpoint_files import DATA, EXPORTS, assert_same_bits, bits, decoded, load_tensors, stream
 from interpreters import fresh_python
 from oracle import dequantize as oracle_dequantize
 from safetensors.torch import load_file, save_file
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from thunder_moe.__main__ import main
-from thunder_moe.checkpoint import Checkpoint, convert, quantize_experts
+from thunder_moe.checkpoint import Checkpoint, convert
+from thunder_moe.checkpoint.quantize import quantize_tensor
 from thunder_moe.formats import mxfp8
 from thunder_moe.formats.nvfp4 import quantize
+
+QUANTIZE = "thunder_moe.checkpoint.quantize.quantize_tensor"
 
 HIDDEN, INTERMEDIATE, EXPERTS = 32, 64, 4
 BF16 = torch.bfloat16
@@ -451,7 +454,7 @@ def test_stream_holds_one_layer(tmp_path):
     convert(tmp_path / "source", tmp_path / "out")
     layer = Checkpoint(tmp_path / "out").read_experts(path_of(0)).nbytes
     with LiveBytes() as memory:
-        for _, value in Checkpoint(tmp_path / "out").stream():
+        for _, value in stream(Checkpoint(tmp_path / "out")):
             del value
     assert layer <= memory.most < 2.5 * layer
 
@@ -472,7 +475,7 @@ def test_resumes(tmp_path, monkeypatch, format):
     make_source(tmp_path / "source", layers=6)
     convert(tmp_path / "source", tmp_path / "whole", **options)
     calls = []
-    original = quantize_experts.quantize_tensor
+    original = quantize_tensor
 
     def interrupted(*args, **kwargs):
         calls.append(args)
@@ -480,7 +483,7 @@ def test_resumes(tmp_path, monkeypatch, format):
             raise KeyboardInterrupt
         return original(*args, **kwargs)
 
-    monkeypatch.setattr(quantize_experts, "quantize_tensor", interrupted)
+    monkeypatch.setattr(QUANTIZE, interrupted)
     with pytest.raises(KeyboardInterrupt):
         convert(tmp_path / "source", tmp_path / "out", **options)
     assert not (tmp_path / "out").exists()
@@ -532,9 +535,7 @@ def test_resumes_from_any_moment(tmp_path, monkeypatch, moment):
 def test_another_job_is_not_resumed(tmp_path, monkeypatch):
     make_source(tmp_path / "source")
     with monkeypatch.context() as patch:
-        patch.setattr(
-            quantize_experts, "quantize_tensor", lambda *args, **kwargs: (_ for _ in ()).throw(KeyboardInterrupt)
-        )
+        patch.setattr(QUANTIZE, lambda *args, **kwargs: (_ for _ in ()).throw(KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
             convert(tmp_path / "source", tmp_path / "out")
     with pytest.raises(
@@ -564,7 +565,7 @@ def test_broken_sources_leave_nothing(tmp_path):
         assert [path.name for path in tmp_path.iterdir()] == ["source"]
 
     file.write_bytes(content[:-1])
-    attempt("model-00002-of-00002.safetensors: tensor .* ends at byte")
+    attempt("model-00002-of-00002.safetensors: is truncated or no safetensors file")
     file.write_bytes(content)
     where = next(f for f in (tmp_path / "source").glob("*.safetensors") if name in load_file(f))
     original = {key: tensor.clone() for key, tensor in load_file(where).items()}
@@ -604,7 +605,7 @@ def test_what_cannot_be_converted(tmp_path):
         convert(tmp_path / "source", tmp_path / "source")
     with pytest.raises(ValueError, match="scale_search: got 'best', wanted None or one of"):
         convert(tmp_path / "source", tmp_path / "out", scale_search="best")
-    with pytest.raises(ValueError, match="device: got 'abacus', wanted one of torch's"):
+    with pytest.raises(ValueError, match=r"device: got 'abacus', which cannot be used here \(Expected one of cpu"):
         convert(tmp_path / "source", tmp_path / "out", device="abacus")
     with pytest.raises(FileNotFoundError, match="nothing is not a directory"):
         convert(tmp_path / "nothing", tmp_path / "out")
@@ -661,9 +662,7 @@ def test_help():
 
 def test_interruption_is_said(tmp_path, monkeypatch, capsys):
     make_source(tmp_path / "source")
-    monkeypatch.setattr(
-        quantize_experts, "quantize_tensor", lambda *args, **kwargs: (_ for _ in ()).throw(KeyboardInterrupt)
-    )
+    monkeypatch.setattr(QUANTIZE, lambda *args, **kwargs: (_ for _ in ()).throw(KeyboardInterrupt))
     assert main(["convert", str(tmp_path / "source"), str(tmp_path / "out")]) == 130
     assert "interrupted; run the same command to resume" in capsys.readouterr().err
 

@@ -6,7 +6,7 @@ import json
 
 import pytest
 import torch
-from checkpoint_files import DATA, assert_same_bits, edit_json, edit_tensors, load_tensors
+from checkpoint_files import DATA, assert_same_bits, edit_json, edit_tensors, load_tensors, stream
 from safetensors.torch import load_file, save_file
 
 from thunder_moe.checkpoint import Checkpoint, convert
@@ -120,15 +120,17 @@ def test_linears_and_filter(tmp_path):
             assert torch.equal(written[f"{path}.weight"], weight.to(BF16))
 
 
-@pytest.mark.parametrize("field", ["scale_inv", "weight_scale_inv"])
-def test_fused_experts(tmp_path, field):
+@pytest.mark.parametrize("k_first", [False, True])
+@pytest.mark.parametrize("field", ["scale_inv", "weight_scale_inv", "weight_scale"])
+def test_fused_experts(tmp_path, field, k_first):
     (tmp_path / "source").mkdir()
     shapes = {"gate_up_proj": (EXPERTS, 2 * INTERMEDIATE, HIDDEN), "down_proj": (EXPERTS, HIDDEN, INTERMEDIATE)}
-    tensors, weights = {}, {}
+    tensors, weights, block = {}, {}, BLOCK[::-1] if k_first else BLOCK
     for seed, (name, shape) in enumerate(shapes.items()):
-        weight, scale = random_fp8(shape, BLOCK, torch.float32, seed)
-        tensors |= {f"{PATH}.{name}": weight, f"{PATH}.{name}_{field}": scale}
-        weights[name] = decoded(weight, scale, BLOCK)
+        weight, scale = random_fp8(shape, block, torch.float32, seed)
+        stored = (t.mT.contiguous() if k_first else t for t in (weight, scale))
+        tensors |= zip((f"{PATH}.{name}", f"{PATH}.{name}_{field}"), stored, strict=True)
+        weights[name] = decoded(weight, scale, block)
     save_file(tensors, tmp_path / "source" / "model.safetensors")
     (tmp_path / "source" / "config.json").write_text(json.dumps({"quantization_config": DEEPSEEK}))
     convert(tmp_path / "source", tmp_path / "out")
@@ -177,7 +179,7 @@ def test_fp8_experts_beside_4_bit_ones(tmp_path):
     with pytest.raises(
         ValueError, match=rf"model.safetensors: tensor '{PATH}.0.\w+.weight' is FP8, .* thunder_moe convert"
     ):
-        list(Checkpoint(directory).stream())
+        list(stream(Checkpoint(directory)))
     convert(directory, tmp_path / "out")
     out = Checkpoint(tmp_path / "out")
     assert len(out.experts) == 2

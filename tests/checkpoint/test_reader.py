@@ -19,6 +19,7 @@ from checkpoint_files import (
     experts_path,
     load_expected,
     load_tensors,
+    stream,
 )
 from safetensors.torch import load_file
 
@@ -71,15 +72,15 @@ def dense_modules(export):
 @pytest.mark.parametrize("export", EXPORTS)
 def test_stream_gives_everything_once(export):
     checkpoint, tensors = Checkpoint(DATA / export), load_tensors(DATA / export)
-    streamed = list(checkpoint.stream(dtype=torch.float32))
+    streamed = list(stream(checkpoint))
     assert len({name for name, _ in streamed}) == len(streamed)
     seen = dict(streamed)
     assert isinstance(seen.pop(checkpoint.experts[0]), ExpertWeights)
     for name in checkpoint.dense:
         assert_same_bits(seen.pop(name), checkpoint.read_dense_weight(name))
-    old = dict(checkpoint.stream(dtype=torch.float32, linears=False))
+    old = dict(stream(checkpoint, linears=False))
     assert old.keys() - dict(streamed).keys() == {f"{name}.weight" for name in checkpoint.dense}
-    assert all(old[f"{name}.weight"].dtype == torch.float32 for name in checkpoint.dense)
+    assert all(old[f"{name}.weight"].dtype == torch.bfloat16 for name in checkpoint.dense)
     for name, tensor in seen.items():
         assert tensor.dtype == tensors[name].dtype
         assert torch.equal(tensor, tensors[name])
@@ -106,8 +107,14 @@ def test_biases_follow_their_rows():
     bias = tensors[f"{path}.gate_up_proj_bias"]
     assert torch.equal(weights.gate_up_bias, torch.cat([bias[:, 0::2], bias[:, 1::2]], 1))
     assert torch.equal(weights.down_bias, tensors[f"{path}.down_proj_bias"])
-    as_stored = Checkpoint(DATA / "mxfp4_gpt_oss", interleaved=False).read_experts(path)
+    as_stored = not_interleaved(DATA / "mxfp4_gpt_oss").read_experts(path)
     assert torch.equal(as_stored.gate_up_bias, bias)
+
+
+def not_interleaved(path):
+    checkpoint = Checkpoint(path)
+    checkpoint.interleaved = False
+    return checkpoint
 
 
 def test_hf_quant_config_alone_is_enough(tmp_path):
@@ -147,14 +154,10 @@ def test_experts_without_a_gate(tmp_path):
 def test_device(tmp_path):
     weights = Checkpoint(DATA / "modelopt_gpt_oss").read_experts("model.layers.0.mlp.experts", device="meta")
     assert {t.device.type for t in (*weights.gate_up.tensors(), weights.gate_up_bias, weights.down_bias)} == {"meta"}
-    placed = dict(
-        Checkpoint(DATA / "modelopt_gpt_oss").stream(device=lambda name: "meta" if "experts" in name else "cpu")
-    )
-    assert {value.device.type for name, value in placed.items() if "experts" not in name} == {"cpu"}
 
 
 def read_all(path):
-    return list(Checkpoint(path).stream())
+    return list(stream(Checkpoint(path)))
 
 
 UP = "model.layers.0.mlp.experts.1.up_proj"
@@ -256,6 +259,34 @@ def test_inconsistent_fused_tensors(tmp_path, edit, message):
         read_all(copy)
 
 
+@pytest.mark.parametrize("dropped", [(), ("up",), ("gate", "up")])
+def test_biases_of_gate_and_up_in_two_tensors(tmp_path, dropped):
+    copy = copy_export(tmp_path, "modelopt_gpt_oss")
+    whole = not_interleaved(copy).read_experts(FUSED)
+
+    def split(tensors):
+        for field in ("", "_weight_scale", "_weight_scale_2", "_bias"):
+            tensor = tensors.pop(f"{FUSED}.gate_up_proj{field}")
+            for name, part in zip(
+                ("gate", "up"), tensor.chunk(2, -1) if tensor.ndim else (tensor, tensor), strict=True
+            ):
+                tensors[f"{FUSED}.{name}_proj{field}"] = part.clone()
+        del tensors[f"{FUSED}.gate_up_proj_input_scale"]
+        for name in dropped:
+            del tensors[f"{FUSED}.{name}_proj_bias"]
+
+    edit_tensors(copy, split)
+    if len(dropped) == 1:
+        with pytest.raises(
+            ValueError, match=f"model.safetensors: tensor .* {FUSED}, where one of gate and up has a bias"
+        ):
+            read_all(copy)
+        return
+    parts = not_interleaved(copy).read_experts(FUSED)
+    assert_same_bits(parts.gate_up.share_global_scale(), whole.gate_up)
+    assert (parts.gate_up_bias is None) if dropped else torch.equal(parts.gate_up_bias, whole.gate_up_bias)
+
+
 CONFIG_ERRORS = {
     "quant_algo": (
         "modelopt_qwen3_moe",
@@ -309,29 +340,10 @@ def test_truncated_file(tmp_path):
     copy = copy_export(tmp_path, "compressed_tensors_qwen3_moe")
     file = copy / "model-00002-of-00002.safetensors"
     content = file.read_bytes()
-    header = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])
-    last = max((name for name in header if name != "__metadata__"), key=lambda name: header[name]["data_offsets"][1])
     for length in (len(content) - 1, len(content) // 2, 100, 3):
         file.write_bytes(content[:length])
-        wanted = "model-00002-of-00002.safetensors: "
-        wanted += f"tensor '{last}' ends at byte" if length == len(content) - 1 else "(tensor|has)"
-        with pytest.raises(ValueError, match=wanted):
+        with pytest.raises(ValueError, match=f"^{file}: is truncated or no safetensors file"):
             Checkpoint(copy)
-    file.write_bytes(b"\x08" + b"\0" * 7 + b"not json")
-    with pytest.raises(ValueError, match="has no JSON header"):
-        Checkpoint(copy)
-
-
-def test_header_of_a_wrong_size(tmp_path):
-    copy = copy_export(tmp_path, "modelopt_qwen3_moe")
-    content = (copy / "model.safetensors").read_bytes()
-    length = int.from_bytes(content[:8], "little")
-    header = json.loads(content[8 : 8 + length])
-    header["lm_head.weight"]["shape"] = [16, 31]
-    text = json.dumps(header).encode()
-    (copy / "model.safetensors").write_bytes(len(text).to_bytes(8, "little") + text + content[8 + length :])
-    with pytest.raises(ValueError, match=r"model.safetensors: tensor 'lm_head.weight' has 1024 bytes, wanted the"):
-        Checkpoint(copy)
 
 
 def test_inconsistent_index(tmp_path):

@@ -6,7 +6,7 @@ import json
 
 import pytest
 import torch
-from checkpoint_files import DATA, EXPORTS, assert_same_bits, bits, copy_export, edit_json, load_tensors
+from checkpoint_files import DATA, EXPORTS, assert_same_bits, bits, copy_export, edit_json, load_tensors, stream
 from safetensors.torch import load_file
 
 from thunder_moe.checkpoint import Checkpoint, ExpertsLayout, ExpertWeights, write_checkpoint
@@ -103,7 +103,7 @@ def test_writes_what_modelopt_writes(tmp_path, export):
     if export == "modelopt_llama4":  # elsewhere written per expert
         assert layout == ExpertsLayout()
         layout = ExpertsLayout(fused=True)
-    write_checkpoint(tmp_path / "out", checkpoint.config, checkpoint.stream(), layout=layout)
+    write_checkpoint(tmp_path / "out", checkpoint.config, stream(checkpoint), layout=layout)
     written = load_file(tmp_path / "out" / "model.safetensors")
     experts = {name: tensor for name, tensor in written.items() if "experts." in name and "shared" not in name}
     if export.startswith("modelopt"):
@@ -121,7 +121,7 @@ def test_writes_what_modelopt_writes(tmp_path, export):
 
 def test_configs(tmp_path):
     checkpoint = Checkpoint(DATA / "modelopt_mixtral")  # W4A16_NVFP4, as ours
-    write_checkpoint(tmp_path / "out", checkpoint.config, checkpoint.stream(), extra={"a.txt": "text"})
+    write_checkpoint(tmp_path / "out", checkpoint.config, stream(checkpoint), extra={"a.txt": "text"})
     ours, theirs = (json.loads((path / "config.json").read_text()) for path in (tmp_path / "out", checkpoint.path))
     quantization, original = ours.pop("quantization_config"), theirs.pop("quantization_config")
     assert ours == theirs
@@ -129,7 +129,7 @@ def test_configs(tmp_path):
     assert quantization["quant_algo"] == original["quant_algo"] == "W4A16_NVFP4"
     assert quantization["quant_method"] == original["quant_method"] == "modelopt"
     assert set(quantization["ignore"]) == set(original["ignore"])
-    write_checkpoint(tmp_path / "old", checkpoint.config, checkpoint.stream(linears=False))
+    write_checkpoint(tmp_path / "old", checkpoint.config, stream(checkpoint, linears=False))
     old = json.loads((tmp_path / "old" / "config.json").read_text())["quantization_config"]["ignore"]
     assert set(old) == {*original["ignore"], *(f"model.layers.0.self_attn.{n}_proj" for n in "qkvo")}
     hf_quant_config = json.loads((tmp_path / "out" / "hf_quant_config.json").read_text())
@@ -228,21 +228,21 @@ def test_a_scale_per_row_has_no_form(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-# What is invalid -> (format, tensor of the packed weight, its value there, end of the tensor's name, what is wanted).
+# What is invalid -> (format, tensor of the packed weight, its value there, end of the tensor's name, what is said).
 INVALID = {
-    "a code": (mxfp8, "qdata", 0x7F, "", "numbers, not NaN"),
-    "a code with a sign": (mxfp8, "qdata", 0xFF, "", "numbers, not NaN"),
-    "a scale of 32": (mxfp8, "scale", 0xFF, "_scale", r"scales of at most 2\*\*39, not NaN"),
-    "a large scale": (mxfp8, "scale", 167, "_scale", r"scales of at most 2\*\*39, not NaN"),
-    "a scale of 16": (nvfp4, "scale", 0x7F, "_scale", "scales that are finite and not negative"),
-    "a negative scale": (nvfp4, "scale", 0x81, "_scale", "scales that are finite and not negative"),
-    "a global scale": (nvfp4, "global_scale", float("nan"), "_scale_2", "finite and positive numbers"),
-    "a global scale of 0": (nvfp4, "global_scale", 0.0, "_scale_2", "finite and positive numbers"),
+    "a code": (mxfp8, "qdata", 0x7F, "", "has NaN, wanted finite values"),
+    "a code with a sign": (mxfp8, "qdata", 0xFF, "", "has NaN, wanted finite values"),
+    "a scale of 32": (mxfp8, "scale", 0xFF, "_scale", "has the byte 255, which is NaN, wanted at most 166"),
+    "a large scale": (mxfp8, "scale", 167, "_scale", r"has the byte 167, a scale of 2\*\*40, wanted at most 166"),
+    "a scale of 16": (nvfp4, "scale", 0x7F, "_scale", "has NaN or negative numbers, wanted scales"),
+    "a negative scale": (nvfp4, "scale", 0x81, "_scale", "has NaN or negative numbers, wanted scales"),
+    "a global scale": (nvfp4, "global_scale", float("nan"), "_scale_2", "is not finite and positive"),
+    "a global scale of 0": (nvfp4, "global_scale", 0.0, "_scale_2", "is not finite and positive"),
 }
 
 
-@pytest.mark.parametrize(("form", "part", "value", "end", "wanted"), INVALID.values(), ids=INVALID)
-def test_what_no_reader_takes_is_not_written(tmp_path, form, part, value, end, wanted):
+@pytest.mark.parametrize(("form", "part", "value", "end", "wrong"), INVALID.values(), ids=INVALID)
+def test_what_no_reader_takes_is_not_written(tmp_path, form, part, value, end, wrong):
     gate_up, down, dense = (form.quantize(torch.randn(4, n, k)) for n, k in ((128, 32), (32, 64), (64, 32)))
     write_checkpoint(tmp_path / "good", {}, [("x.experts", ExpertWeights(gate_up, down))])
     experts = ("x.experts", ExpertWeights(gate_up, down))
@@ -252,9 +252,9 @@ def test_what_no_reader_takes_is_not_written(tmp_path, form, part, value, end, w
     ):
         tensor = getattr(weight, part)
         (tensor if tensor.itemsize > 1 else tensor.view(torch.uint8))[3] = value
-        with pytest.raises(ValueError, match=f"weights: {name}{end} has values that no .*, wanted {wanted}"):
+        with pytest.raises(ValueError, match=f"weights: {name}{end} {wrong}.*; quantize the 16-bit weights again"):
             write_checkpoint(tmp_path / "out", {}, [("fine", torch.full((4,), torch.nan)), item])
-    with pytest.raises(ValueError, match=f"weights: x.experts.down_proj_weight{end} has" if end else "down_proj has"):
+    with pytest.raises(ValueError, match=f"weights: x.experts.down_proj{end and f'_weight{end}'} {wrong}"):
         write_checkpoint(tmp_path / "out", config_of(FUSED), [experts], layout=FUSED)
     assert [path.name for path in tmp_path.iterdir()] == ["good"]
 

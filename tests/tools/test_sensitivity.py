@@ -343,7 +343,7 @@ def test_bad_models_and_files(folder, tmp_path, capsys, monkeypatch):
     assert "a.json' has no measurement" in message("sensitivity", str(tmp_path / "a.json"), *output)
     (tmp_path / "b.json").write_text("{")
     said = message("sensitivity", str(tmp_path / "b.json"), *output)
-    assert f"error: MODEL: {str(tmp_path / 'b.json')!r} is no JSON" in said
+    assert f"error: MODEL: {tmp_path / 'b.json'}: is not JSON" in said
     with pytest.raises(ValueError, match=r"a\.json' has no formats; .*--budget GB` adds them"):
         load_formats(tmp_path / "a.json")
     with pytest.raises(ValueError, match="has 'int4' for"):
@@ -352,7 +352,7 @@ def test_bad_models_and_files(folder, tmp_path, capsys, monkeypatch):
     with pytest.raises(ValueError, match=r"has \['nvfp4'\] for 'a'"):
         load_formats(tmp_path / "list.json")
     (tmp_path / "deep.json").write_text("[" * 100_000)
-    with pytest.raises(ValueError, match="deep.json' is no JSON"):
+    with pytest.raises(ValueError, match="deep.json: is not JSON"):
         load_formats(tmp_path / "deep.json")
     with pytest.raises(FileNotFoundError, match="no file"):
         load_formats(tmp_path / "d.json")

@@ -23,7 +23,7 @@ _UNFINISHED = (".incomplete", ".unfinished", ".lock", ".tmp")
 _CONFIGS = ("config.json", "hf_quant_config.json", "adapter_config.json")
 
 
-def copy_companions(source: Path, destination: Path, *, skip: tuple[Path, ...] = ()) -> list[str]:
+def copy_companions(source: Path, destination: Path, *, skip: tuple[Path, ...] = ()) -> None:
     """Copies everything of a checkpoint but weights, their indices and configs; hidden files stay behind.
 
     Subfolders are copied unless they hold weights (another form of the model). Existing files of the destination stay.
@@ -34,13 +34,9 @@ def copy_companions(source: Path, destination: Path, *, skip: tuple[Path, ...] =
         destination: an existing directory.
         skip: directories inside `source` to leave out.
 
-    Returns:
-        The paths of the copied files, relative to the destination.
-
     Raises:
         OSError: a file or a folder cannot be read.
     """
-    copied = []
     left_out = {path.resolve() for path in (*skip, destination)}
     for folder, subfolders, names in os.walk(source, onerror=_raise):
         here = Path(folder)
@@ -53,15 +49,15 @@ def copy_companions(source: Path, destination: Path, *, skip: tuple[Path, ...] =
         for name in sorted(names):
             file = here / name
             target = destination / file.relative_to(source)
-            if not _is_companion(name, top=here == source) or target.exists():
+            is_config = here == source and name in _CONFIGS
+            of_weights = name.endswith((*_WEIGHTS, *_UNFINISHED, ".index.json"))
+            if is_config or of_weights or not _is_visible(name) or target.exists():
                 continue
             if not file.is_file():
                 _LOGGER.warning("%s is not copied: it is a link to nothing, or no regular file", file)
                 continue
             target.parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(file, target)
-            copied.append(str(target.relative_to(destination)))
-    return copied
 
 
 def _raise(error: OSError) -> None:
@@ -70,8 +66,3 @@ def _raise(error: OSError) -> None:
 
 def _is_visible(name: str) -> bool:
     return not name.startswith(".") and name != "__pycache__"
-
-
-def _is_companion(name: str, top: bool) -> bool:
-    own = top and name in _CONFIGS
-    return _is_visible(name) and not own and not name.endswith((*_WEIGHTS, *_UNFINISHED, ".index.json"))

@@ -1,30 +1,30 @@
 """Converts a checkpoint to NVFP4 or MXFP8 layer by layer, resumably, and measures the error of each layer.
-Called by the command line and users; calls reader, choice, quantize_experts, quantize_linears, writer and partial.
+Called by the command line and users; calls reader, choice, quantize, writer and partial.
 
-Pipeline: headers checked -> per layer: 16-bit or FP8 experts or linears -> quantize -> ModelOpt tensors -> shard ->
-configs -> companions -> rename.
+Pipeline: headers checked -> units of the reader, some replaced by quantizing ones -> per unit: read or quantize ->
+ModelOpt tensors -> shard -> configs -> companions -> rename.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from itertools import chain
+from functools import partial
 from math import inf
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from thunder_moe.checkpoint.choice import Choice
+from thunder_moe.checkpoint.choice import Choice, choose
 from thunder_moe.checkpoint.companions import copy_companions
-from thunder_moe.checkpoint.ignored import ignored_modules
-from thunder_moe.checkpoint.modules import ExpertBlock, Module
+from thunder_moe.checkpoint.experts import ExpertWeights
+from thunder_moe.checkpoint.files import expand_user
+from thunder_moe.checkpoint.modules import Module
 from thunder_moe.checkpoint.partial import PartialCheckpoint, open_partial
-from thunder_moe.checkpoint.quantize_experts import quantize_experts
-from thunder_moe.checkpoint.quantize_linears import linear_groups, quantize_linears
-from thunder_moe.checkpoint.reader import Checkpoint
+from thunder_moe.checkpoint.quantize import quantize_experts, quantize_linears
+from thunder_moe.checkpoint.reader import Checkpoint, Unit
 from thunder_moe.checkpoint.writer import (
     MAX_SHARD_SIZE,
     ShardWriter,
@@ -33,7 +33,7 @@ from thunder_moe.checkpoint.writer import (
     require_absent,
     write_configs,
 )
-from thunder_moe.formats.block_format import NVFP4
+from thunder_moe.formats.checks import require_device
 from thunder_moe.formats.registry import FORMATS, check_scale_search, find_format
 from thunder_moe.progress import progress_bar
 from thunder_moe.selection import Format, Patterns, Selection
@@ -119,110 +119,108 @@ def convert(
             conversion is writing it.
         OSError: a file cannot be read or written; names it.
         MemoryError: a layer does not fit the device.
-        ValueError: a file of the source is truncated or inconsistent (names file and tensor), or one of the partial
+        ValueError: a file of the source is truncated or a tensor inconsistent (names it), or a file of the partial
             conversion is damaged (says what to remove), a weight's in_features
             are no multiple of 16 (of 32 for MXFP8), the device is not there, an unknown format, a scale_search with
             MXFP8 alone, there are no experts, nor with `linears` dense layers, to convert, or a pattern fits nothing.
     """
-    destination, max_bytes = Path(destination).expanduser(), parse_size(max_shard_size)
+    destination, max_bytes = expand_user(destination, "destination"), parse_size(max_shard_size)
     require_absent(destination, "destination")
     # An unknown name raises before any work.
     check_scale_search(scale_search, [find_format(format).name] if isinstance(format, str) else [])
-    target_device = _device(device)
+    require_device("device", device)
     checkpoint = Checkpoint(source, argument="source")
-    plan = _plan(checkpoint, Choice(checkpoint, filter=filter, ignore=ignore, linears=linears, format=format))
-    if not checkpoint.blocks and not plan.experts and not plan.groups:
+    choice = choose(checkpoint, filter=filter, ignore=ignore, linears=linears, format=format)
+    if not checkpoint.blocks and not choice.formats:
         every = checkpoint.plain_blocks or checkpoint.fp8_blocks
         chooses = filter is not None or ignore is not None or not isinstance(format, str)
-        why = "(tensors named '...experts...') to convert"
-        why = "that filter, ignore and format take" if every and chooses else why
+        why = (
+            "that filter, ignore and format take" if every and chooses else "(tensors named '...experts...') to convert"
+        )
         raise ValueError(f"source: {checkpoint.path} has no experts {why}")
-    check_scale_search(scale_search, {*plan.formats.values()})
-    with open_partial(destination, _job(checkpoint, scale_search, max_bytes, plan)) as partial:
+    check_scale_search(scale_search, {*choice.formats.values()})
+    units = _units(checkpoint, choice, linears is not False, device, scale_search)
+    with open_partial(destination, _job(checkpoint, choice, [*units], scale_search, max_bytes)) as unfinished:
         try:
-            errors = _convert_all(checkpoint, partial, plan, target_device, progress)
+            errors = _convert_all(checkpoint, unfinished, units, device, progress)
         except ValueError:
-            partial.remove()
+            unfinished.remove()
             raise
-        copy_companions(checkpoint.path, partial.checkpoint, skip=(partial.directory,))
-        partial.finish()
+        copy_companions(checkpoint.path, unfinished.checkpoint, skip=(unfinished.directory,))
+        unfinished.finish()
     return errors
 
 
-@dataclass(frozen=True)
-class _Plan:
-    """The checkpoint to write.
+def _units(
+    checkpoint: Checkpoint, choice: Choice, linears: bool, device: torch.device | str, scale_search: str | None
+) -> dict[str, Unit]:
+    """Return the units to convert, in the order of the files.
 
-    Attributes:
-        units: the modules and tensors to convert, in the order of the files.
-        experts: path -> 16-bit or FP8 experts to quantize.
-        groups: dense layers to quantize: path of the first in a group -> path -> module of all that read the same rows.
-        formats: path of experts, or of the first in a group -> name of the number format.
-        decoded: name of an FP8 weight of experts that becomes 16-bit -> its module.
-        copied: paths of the dense layers whose packed weights are copied.
-        ignore: the modules that stay or become 16-bit.
+    Units that quantize replace the units of their tensors; they call `quantize_experts` or `quantize_linears`.
     """
 
-    units: list[str]
-    experts: dict[str, ExpertBlock]
-    groups: dict[str, dict[str, Module]]
-    formats: dict[str, str]
-    decoded: dict[str, Module]
-    copied: frozenset[str]
-    ignore: list[str]
+    def read_bfloat16(module: Module) -> torch.Tensor:
+        return checkpoint.read_float(module).bfloat16()
+
+    units = checkpoint.units(linears=linears, device=device)
+    for path, block in checkpoint.fp8_blocks.items():
+        for module in block.modules.values() if path not in choice.experts else ():
+            info = checkpoint.float_info(module)
+            units[info.name] = info, partial(read_bfloat16, module)
+            if (bias := module.fields.get("bias")) is not None:
+                units[bias.name] = bias, partial(checkpoint.read, bias.name)
+    for path, block in choice.experts.items():
+        for info in block.infos():
+            units.pop(info.name, None)
+        options = FORMATS[choice.formats[path]], device, scale_search
+        units[path] = block.any_info(), partial(quantize_experts, checkpoint, block, *options)
+    for path, modules in choice.groups.items():
+        for member in modules:
+            del units[f"{member}.weight"]
+        options = FORMATS[choice.formats[path]], device, scale_search
+        units[path] = modules[path].any_info(), partial(quantize_linears, checkpoint, modules, *options)
+    if dense := [path for path in checkpoint.dense if f"{path}.weight" in units]:
+        logger.warning("%d quantized modules that are not experts become bfloat16: %s, ...", len(dense), dense[0])
+    order = {name: number for number, name in enumerate(checkpoint.files.infos)}
+    return dict(sorted(units.items(), key=lambda unit: order[unit[1][0].name]))
 
 
-def _device(device: torch.device | str) -> torch.device:
-    """Return the device, after a check that tensors on it can be made and read."""
-    try:
-        found = torch.device(device)
-    except RuntimeError as error:
-        raise ValueError(f"device: got {device!r}, wanted one of torch's, such as 'cpu' or 'cuda'") from error
-    try:
-        torch.zeros(1, device=found).item()
-    except (RuntimeError, AssertionError) as error:
-        reason = str(error).partition("\n")[0]
-        raise ValueError(f"device: got {str(device)!r}, which cannot be used here ({reason})") from error
-    return found
-
-
-def _job(checkpoint: Checkpoint, scale_search: str | None, max_bytes: int, plan: _Plan) -> dict[str, Any]:
+def _job(
+    checkpoint: Checkpoint, choice: Choice, units: list[str], scale_search: str | None, max_bytes: int
+) -> dict[str, Any]:
     """Return the description of a conversion, which has to be equal to resume it. Versions may quantize differently."""
     from thunder_moe import __version__
 
     files = sorted({info.file for info in checkpoint.files.infos.values()})
     stats = {str(file.relative_to(checkpoint.path)): [file.stat().st_size, file.stat().st_mtime_ns] for file in files}
-    source = str(checkpoint.path.resolve())
-    job: dict[str, Any] = {"source": source, "files": stats, "scale_search": scale_search, "max_shard_bytes": max_bytes}
-    job["version"] = __version__
-    linears = sorted([*plan.copied, *(path for group in plan.groups.values() for path in group)])
-    job |= {"experts": sorted([*checkpoint.blocks, *plan.experts]), "linears": linears}
-    others = {path: name for path, name in sorted(plan.formats.items()) if name != NVFP4.name}
-    return job | ({"formats": others} if others else {})
+    job: dict[str, Any] = {"source": str(checkpoint.path.resolve()), "files": stats, "version": __version__}
+    job |= {"scale_search": scale_search, "max_shard_bytes": max_bytes}
+    return job | {"units": units, "formats": dict(sorted(choice.formats.items()))}
 
 
 def _convert_all(
-    checkpoint: Checkpoint, partial: PartialCheckpoint, plan: _Plan, device: torch.device, progress: bool
+    checkpoint: Checkpoint,
+    unfinished: PartialCheckpoint,
+    units: dict[str, Unit],
+    device: torch.device | str,
+    progress: bool,
 ) -> list[LayerError]:
-    done: list[str] = partial.state["done"]
-    errors = [LayerError(**error) for error in partial.state["errors"]]
-    job = partial.state["job"]
-    writer = ShardWriter(partial.checkpoint, job["max_shard_bytes"], partial.state["shards"])
+    done: list[str] = unfinished.state["done"]
+    errors = [LayerError(**error) for error in unfinished.state["errors"]]
+    max_bytes = unfinished.state["job"]["max_shard_bytes"]
+    writer = ShardWriter(unfinished.checkpoint, max_bytes, unfinished.state["shards"])
 
     def save_progress() -> None:
         # A layer counts as done when the next one begins; a layer that two shards share is computed again.
-        partial.save(done=done, shards=writer.shards, errors=[asdict(error) for error in errors])
+        unfinished.save(done=done, shards=writer.shards, errors=[asdict(error) for error in errors])
 
     writer.on_shard = save_progress
     already = set(done)
-    for name in progress_bar(plan.units, desc="converting", unit="module", disable=not progress):
+    for name, (_, read) in progress_bar(units.items(), desc="converting", unit="module", disable=not progress):
         if name in already:
             continue
         try:
-            tensors, found = _convert_unit(checkpoint, name, plan, device, job["scale_search"])
-            for key, tensor in tensors:
-                if key not in writer:
-                    writer.add(key, tensor)
+            found = _convert_unit(checkpoint, writer, name, read)
         except RuntimeError as error:
             # Without main memory torch raises a plain RuntimeError: "can't allocate memory", "Cannot allocate memory".
             if not isinstance(error, torch.OutOfMemoryError) and "allocate memory" not in str(error):
@@ -233,72 +231,21 @@ def _convert_all(
         errors += found
     writer.finish()
     save_progress()
-    write_configs(partial.checkpoint, checkpoint.config, plan.ignore)
+    write_configs(unfinished.checkpoint, checkpoint.config)
     return errors
 
 
-def _convert_unit(
-    checkpoint: Checkpoint, name: str, plan: _Plan, device: torch.device, scale_search: str | None
-) -> tuple[Iterator[tuple[str, torch.Tensor]], list[LayerError]]:
-    """Return (tensors to write, errors) of one of the plan's units."""
-    if name in checkpoint.blocks:
-        weights = checkpoint.read_experts(name)
-        found = [LayerError(name, inf, inf, weights.nbytes)]
-        return encode(name, weights, checkpoint.layout(name)), found
-    if name in plan.experts:
-        number_format, block = FORMATS[plan.formats[name]], plan.experts[name]
-        result = quantize_experts(checkpoint.floats, block, checkpoint.interleaved, number_format, device, scale_search)
-        found = [LayerError(name, result.gate_up_error, result.down_error, result.weights.nbytes)]
-        return encode(name, result.weights, checkpoint.layout(name)), found
-    if name in plan.groups or name in plan.copied:
-        quantized = (
-            [(name, checkpoint.read_dense_weight(name), inf)]
-            if name in plan.copied
-            else quantize_linears(
-                checkpoint.floats, plan.groups[name], FORMATS[plan.formats[name]], device, scale_search
-            )
-        )
-        found = [LayerError(path, noise, None, weight.nbytes) for path, weight, noise in quantized]
-        return chain.from_iterable(encode(path, weight) for path, weight, _ in quantized), found
-    if name in plan.decoded:
-        return iter([(name, checkpoint.floats.read(plan.decoded[name]).bfloat16())]), []
-    if name in checkpoint.files:
-        return iter([(name, checkpoint.read(name))]), []
-    return iter([(f"{name}.weight", checkpoint.read_dense(name, device=device))]), []
-
-
-def _plan(checkpoint: Checkpoint, choice: Choice) -> _Plan:
-    first = {name: block.any_info() for name, block in checkpoint.blocks.items()}
-    others = set(checkpoint.others)
-    formats = choice.formats_of_experts()
-    experts = {path: choice.experts[path] for path in formats}
-    decoded: dict[str, Module] = {}
-    for path, block in experts.items():
-        first[path] = block.any_info()
-        others -= {info.name for info in block.infos()}
-    for path, block in checkpoint.fp8_blocks.items():
-        if path not in experts:
-            decoded |= {checkpoint.floats.info(module).name: module for module in block.modules.values()}
-            others |= {module.fields["bias"].name for module in block.modules.values() if "bias" in module.fields}
-    groups = linear_groups(choice.dense, choice.takes_dense, choice.format_of_dense)
-    formats |= {path: name for path, (name, _) in groups.items()}
-    modules = {path: {member: choice.dense[member] for member in members} for path, (_, members) in groups.items()}
-    for path, members in modules.items():
-        first[path] = members[path].any_info()
-        others -= {f"{member}.weight" for member in members}
-    grouped = {member for members in modules.values() for member in members}
-    copied = frozenset(name for name in checkpoint.dense if checkpoint.is_4_bit(name) and choice.linears is not False)
-    dense = [name for name in checkpoint.dense if name not in copied and name not in grouped]
-    for name in others | decoded.keys():
-        first[name] = checkpoint.files[name]
-    plain = [(name, checkpoint.files[name].shape) for name in (*others, *decoded)]
-    plain += [(f"{name}.weight", (1, 1)) for name in dense]
-    ignore = ignored_modules(plain, [*copied, *grouped])
-    for name, info in checkpoint.dense_infos().items():
-        if name not in grouped:
-            first[name] = info
-    if dense:
-        logger.warning("%d quantized modules that are not experts become bfloat16: %s, ...", len(dense), dense[0])
-    order = {name: number for number, name in enumerate(checkpoint.files.infos)}
-    units = sorted(first, key=lambda name: order[first[name].name])
-    return _Plan(units, experts, modules, formats, decoded, copied, ignore)
+def _convert_unit(checkpoint: Checkpoint, writer: ShardWriter, name: str, read: Callable[[], Any]) -> list[LayerError]:
+    """Write the tensors of a unit; return its errors."""
+    values = read()
+    if not isinstance(values, list):  # exact
+        values = [(name, values, (inf, inf if isinstance(values, ExpertWeights) else None))]
+    errors = []
+    for path, value, (gate_up, down) in values:
+        layout = checkpoint.layout(path) if isinstance(value, ExpertWeights) else None
+        for key, tensor in encode(path, value, layout):
+            if key not in writer:
+                writer.add(key, tensor)
+        if not isinstance(value, torch.Tensor):
+            errors.append(LayerError(path, gate_up, down, value.nbytes))
+    return errors

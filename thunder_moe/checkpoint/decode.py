@@ -7,32 +7,29 @@ Legend: E experts, N output features, K input features, I intermediate_size, H h
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import product
 
 import torch
 
 from thunder_moe.checkpoint.experts import ExpertWeights
-from thunder_moe.checkpoint.files import TensorFiles
-from thunder_moe.checkpoint.formats.interface import FLOATS
+from thunder_moe.checkpoint.files import TensorFiles, TensorInfo
+from thunder_moe.checkpoint.formats.interface import FLOATS, CheckpointFormat
 from thunder_moe.checkpoint.formats.registry import format_of
 from thunder_moe.checkpoint.modules import ExpertBlock, Module
 from thunder_moe.checkpoint.part import UNSHARDED, ExpertsPart
-from thunder_moe.formats.block_format import NVFP4
 from thunder_moe.formats.gate_up import deinterleave
-from thunder_moe.formats.weight import PackedWeight
+from thunder_moe.formats.weight import PackedWeight, joined
 
-__all__ = ["decode_dense", "decode_dense_weight", "decode_experts"]
+__all__ = ["decode_dense", "decode_experts"]
 
 
 def decode_experts(
     files: TensorFiles, block: ExpertBlock, interleaved: bool, part: ExpertsPart = UNSHARDED
 ) -> ExpertWeights:
-    """Return the experts of one layer, on the CPU, as copies.
+    """Return the experts of one layer or a part of them, on the CPU, as copies.
 
-    Args:
-        files: where the tensors are.
-        block: their names.
-        interleaved: the rows of a fused gate_up projection alternate.
-        part: the part to read. If ranks share the features, the first has down's bias and the others have zeros.
+    If ranks share the features, the first has down's bias and the others have zeros. `interleaved` says that the rows
+    of a fused gate_up projection alternate.
 
     Raises:
         ValueError: a tensor is missing or has the wrong dtype, shape or values; names file and tensor. Or the ranks
@@ -47,37 +44,43 @@ def decode_experts(
         gate_up, gate_up_bias, gate_up_sizes = _stack(files, block, first, experts, part)
         down, down_bias, down_sizes = _stack(files, block, ("down",), experts, part)
         weights, sizes = ExpertWeights(gate_up, down, gate_up_bias, down_bias), (gate_up_sizes, down_sizes)
-    (n, k), down_size = sizes
-    wanted = (k, n // 2 if block.gated else n)
-    if down_size != wanted or weights.down.shape[0] != weights.gate_up.shape[0]:
-        (info, *_) = (module.any_info() for (name, _), module in block.modules.items() if name == "down")
-        down_shape = (weights.down.shape[0], *down_size)
-        raise info.error(
-            f"belongs to down projections of shape {down_shape}, gate and up want {(weights.gate_up.shape[0], *wanted)}"
-        )
+    gate_up_size, down_size = sizes
+    block.require_sizes((weights.gate_up.shape[0], *gate_up_size), (weights.down.shape[0], *down_size))
     if weights.down_bias is not None and part.feature_rank:
         weights = replace(weights, down_bias=torch.zeros_like(weights.down_bias))
     return weights
 
 
-def decode_dense(files: TensorFiles, module: Module, dtype: torch.dtype, device: torch.device | str) -> torch.Tensor:
-    """Return the weight (N, K) of a 4-bit module that is not an expert."""
-    return format_of(module).read_dense(files, module, dtype, device)
-
-
-def decode_dense_weight(
-    files: TensorFiles, module: Module, device: torch.device | str, part: tuple[int, int, int] | None = None
+def decode_dense(
+    files: TensorFiles, module: Module, device: torch.device | str = "cpu", part: tuple[int, int, int] | None = None
 ) -> PackedWeight:
-    """Return a copy of the weight (1, N, K) of a packed module that is not an expert; `part` as in the reader."""
-    weight = format_of(module).read_dense_weight(files, module, part)
-    return weight.with_tensors(_copied(tensor, device) for tensor in weight.tensors())
+    """Return a copy of the weight (1, N, K) of a packed module that is not an expert, on a device.
+
+    A `part` (dim, index, count) is one of `count` equal parts along dim 1 or 2.
+
+    Raises:
+        ValueError: as `decode_experts`.
+    """
+    form = format_of(module)
+    infos, slices = form.infos(module, 2), None
+    if part is not None:
+        (n, k, _), (dim, index, count) = form.sizes(infos, 2), part
+        size = (n if dim == 1 else k) // count
+        if dim == 2 and size % form.block:
+            raise infos[0].error(f"is shared by {count} processes, wanted shares of blocks of {form.block}")
+        own = slice(index * size, (index + 1) * size)
+        slices = (own, slice(0, k)) if dim == 1 else (slice(0, n), own)
+    weight = _one(files, form, infos, slices)
+    return weight.with_tensors(tensor.to(device, copy=True) for tensor in weight.tensors())
 
 
-def _copied(tensor: torch.Tensor, device: torch.device | str) -> torch.Tensor:
-    """Return a copy on a device. 8-bit floats are copied as bytes, which every device supports."""
-    if tensor.itemsize > 1:
-        return tensor.to(device, copy=True)
-    return tensor.view(torch.uint8).to(device, copy=True).view(tensor.dtype)
+def _one(
+    files: TensorFiles, form: CheckpointFormat, infos: list[TensorInfo], slices: tuple[slice, slice] | None
+) -> PackedWeight:
+    """Return the weight (1, N, K) of one module, or slices of its rows and columns; whole, as a view of the file."""
+    read = files.read if slices is None else form.sliced(files, infos, None, [slices[0]], slices[1])
+    codes, bits, global_scale = form.read(read, infos)
+    return form.weight(codes[None], bits[None], None if global_scale is None else global_scale.reshape(1))
 
 
 def _stack(
@@ -88,42 +91,33 @@ def _stack(
     The size counts the features of all ranks: (len(projections) * N, K).
     """
     form = format_of(block.modules[projections[0], experts[0]])
-    first = form.infos(block.modules[projections[0], experts[0]], 2)[0]
-    number_format = form.number_format
-    n, codes = first.shape
-    k = number_format.codes_per_byte * codes
+    infos = form.infos(block.modules[projections[0], experts[0]], 2)
+    first, (n, k, _) = infos[0], form.sizes(infos, 2)
     rows, columns = slice(0, n), slice(0, k)
-    if part.feature_ranks > 1:
-        size = number_format.block_size
-        rows, columns = (
-            (rows, part.features(k, size)) if projections == ("down",) else (part.features(n, size), columns)
-        )
-    own_rows, own_k = rows.stop - rows.start, columns.stop - columns.start
-    shape = (len(experts), len(projections), own_rows)
-    qdata = torch.empty(*shape, own_k // number_format.codes_per_byte, dtype=torch.uint8)
-    scale = torch.empty(*shape, own_k // number_format.block_size, dtype=torch.uint8)
-    global_scale = torch.empty(shape[:2], dtype=torch.float32)
+    if part.feature_ranks > 1 and projections == ("down",):
+        columns = part.features(k, form.block)
+    elif part.feature_ranks > 1:
+        rows = part.features(n, form.block)
+    slices = (rows, columns) if part.feature_ranks > 1 else None
+    weights: list[PackedWeight] = []
     biases: list[torch.Tensor] = []
-    for index, expert in enumerate(experts):
-        for number, projection in enumerate(projections):
-            module = block.modules[projection, expert]
-            infos = form.infos(module, 2)
-            infos[0].require((first.dtype,), (n, codes), f", as {first.name!r} has")
-            at = (index, number)
-            source = files if part.feature_ranks == 1 else form.slice_files(files, infos, None, [rows], columns)
-            qdata[at], scale[at], row_scale = form.read(source, infos)
-            if row_scale is not None:
-                global_scale[at] = row_scale.reshape(())
-            if "bias" in module.fields:
-                module.fields["bias"].require(FLOATS, (n,))
-                biases.append(files.read(module.fields["bias"].name, (rows,)))
-    if len(biases) not in (0, len(experts) * len(projections)):
+    for expert, projection in product(experts, projections):
+        module = block.modules[projection, expert]
+        infos = form.infos(module, 2)
+        infos[0].require((first.dtype,), first.shape, f", as {first.name!r} has")
+        weights.append(_one(files, form, infos, slices))
+        if "bias" in module.fields:
+            module.fields["bias"].require(FLOATS, (n,))
+            biases.append(files.read(module.fields["bias"].name, (rows,)))
+    if len(biases) not in (0, len(weights)):
         raise first.error(f"belongs to {block.name}, where some experts have a bias and others have none")
-    total = len(projections) * own_rows
-    of_rows = global_scale.repeat_interleave(own_rows, 1) if number_format is NVFP4 else None
-    weight = form.weight(qdata.view(len(experts), total, -1), scale.view(len(experts), total, -1), of_rows)
+    total = len(projections) * (rows.stop - rows.start)
+    stacked = (joined(tensors, 0) for tensors in zip(*(weight.tensors() for weight in weights), strict=True))
+    qdata, scale, *global_scale = (tensor.view(len(experts), -1, *tensor.shape[2:]) for tensor in stacked)
+    of_rows = [each.repeat_interleave(total // len(projections), 1) for each in global_scale]
+    weight = weights[0].with_tensors((qdata, scale, *of_rows)).share_global_scale()
     bias = torch.stack(biases).view(len(experts), total) if biases else None
-    return weight.share_global_scale(), bias, (len(projections) * n, k)
+    return weight, bias, (len(projections) * n, k)
 
 
 def _decode_fused(
@@ -142,8 +136,9 @@ def _decode_fused(
     if "gate_up" not in weights:
         weights["gate_up"] = PackedWeight.concatenate(weights["gate"], weights["up"])
         sizes["gate_up"] = (sizes["gate"][0] + sizes["up"][0], sizes["gate"][1])
-        if "gate" in biases and "up" in biases:
-            biases["gate_up"] = torch.cat([biases["gate"], biases["up"]], 1)
+        if len(both := [biases[name] for name in ("gate", "up") if name in biases]) == 1:
+            raise block.any_info().error(f"belongs to {block.name}, where one of gate and up has a bias")
+        biases |= {"gate_up": torch.cat(both, 1)} if both else {}
     decoded = ExpertWeights(weights["gate_up"], weights["down"], biases.get("gate_up"), biases.get("down"))
     return decoded, (sizes["gate_up"], sizes["down"])
 
@@ -183,8 +178,8 @@ def _decode_fused_weight(
         share = part.features(n // halves, form.block)
         # Rows of gate and up alternate, so that the rows of a share of the features lie together.
         rows = [slice(2 * share.start, 2 * share.stop)] if alternates else part.rows(n, halves)
-    source = files if part.is_unsharded else form.slice_files(files, infos, own, rows, columns)
-    qdata, scale, global_scale = form.read(source, infos)
+    read = files.read if part.is_unsharded else form.sliced(files, infos, own, rows, columns)
+    qdata, scale, global_scale = form.read(read, infos)
     if k_first:
         qdata, scale = qdata.mT, scale.mT
     if global_scale is None or len(infos) == 2:

@@ -1,4 +1,4 @@
-"""The safetensors files of a checkpoint: checks all headers against the files, then reads one tensor at a time.
+"""The safetensors files of a checkpoint: has all headers checked against the files, then reads one tensor at a time.
 Called by all of checkpoint that reads tensors, and by integrations.huggingface; calls safetensors.
 """
 
@@ -10,27 +10,20 @@ from collections import OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
-from math import prod
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any
 
 import torch
+from safetensors import SafetensorError, safe_open
 
 from thunder_moe.formats.checks import require_type
 
-__all__ = ["TensorFiles", "TensorInfo", "find_checkpoint", "read_headers", "read_json", "require_inside"]
+__all__ = ["TensorFiles", "TensorInfo", "expand_user", "find_checkpoint", "read_headers", "read_json", "require_inside"]
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
-# Bits of each dtype of the format, to check the sizes that a header states.
-_BITS = {
-    "BOOL": 8, "U8": 8, "I8": 8, "F8_E4M3": 8, "F8_E5M2": 8, "F8_E8M0": 8, "U16": 16, "I16": 16, "F16": 16, "BF16": 16,
-    "U32": 32, "I32": 32, "F32": 32, "U64": 64, "I64": 64, "F64": 64,
-}  # fmt: skip
 # Endings of the names of tensors that are floating-point in every model.
 _FLOAT_NAMES = (".weight", ".bias", "_proj", "_bias", ".sinks")
-# The longest header that safetensors reads.
-_MAX_HEADER = 100_000_000
 # Files kept open: the tensors of one layer are in two or three shards; closing a file releases its mapping.
 _OPEN_FILES = 4
 
@@ -44,14 +37,12 @@ class TensorInfo:
         file: that holds it.
         dtype: safetensors' word, such as "BF16", "U8", "F8_E4M3".
         shape: of the tensor.
-        nbytes: of its data.
     """
 
     name: str
     file: Path
     dtype: str
     shape: tuple[int, ...]
-    nbytes: int
 
     def error(self, message: str) -> ValueError:
         """Return a ValueError that names the file and the tensor."""
@@ -82,7 +73,7 @@ class TensorFiles:
     Raises:
         FileNotFoundError: neither is there.
         ValueError: a file is truncated or no safetensors file, a header or the index is inconsistent; the message names
-            the file and the tensor.
+            the file.
     """
 
     def __init__(self, path: Path, argument: str = "path") -> None:
@@ -117,7 +108,7 @@ class TensorFiles:
         try:
             file = self._file(info.file)
             tensor: torch.Tensor = file.get_tensor(name) if index is None else file.get_slice(name)[index]
-        except import_safetensors().SafetensorError as error:
+        except SafetensorError as error:
             raise info.error(f"cannot be read: {error}") from error
         return tensor
 
@@ -127,7 +118,7 @@ class TensorFiles:
 
     def _file(self, path: Path) -> Any:
         if path not in self._open:
-            self._open[path] = import_safetensors().safe_open(str(path), framework="pt")
+            self._open[path] = safe_open(str(path), framework="pt")
             if len(self._open) > _OPEN_FILES:
                 self._open.popitem(last=False)
         self._open.move_to_end(path)
@@ -192,10 +183,11 @@ def find_checkpoint(path: str | Path, revision: str | None = None, *, argument: 
 
     Raises:
         TypeError: the path is neither a string nor a path.
+        ValueError: the path begins with ``~`` and a user that there is not.
         FileNotFoundError: there is neither such a directory nor such a model.
     """
     require_type(argument, path, (str, os.PathLike), "a string or a pathlib.Path")
-    directory = Path(path).expanduser()
+    directory = expand_user(path, argument)
     if directory.is_dir():
         return directory
     if directory.exists():
@@ -213,6 +205,18 @@ def find_checkpoint(path: str | Path, revision: str | None = None, *, argument: 
     raise FileNotFoundError(f"{argument}: {path} is not a directory, and {why}")
 
 
+def expand_user(path: str | os.PathLike[Any], argument: str) -> Path:
+    """Return a path in which a home directory replaces ``~``.
+
+    Raises:
+        ValueError: nobody knows the home directory; names the argument.
+    """
+    try:
+        return Path(path).expanduser()
+    except RuntimeError as error:
+        raise ValueError(f"{argument}: got {str(path)!r}, wanted the name of a user with a home directory") from error
+
+
 def read_json(path: Path) -> dict[str, Any]:
     """Read a JSON object from a file.
 
@@ -228,77 +232,24 @@ def read_json(path: Path) -> dict[str, Any]:
     return value
 
 
-def import_safetensors() -> Any:
-    """Import and return the package.
-
-    Raises:
-        ImportError: it is not installed; the message says what to install.
-    """
-    try:
-        import safetensors.torch
-    except ImportError as error:
-        raise ImportError("checkpoints need safetensors: pip install 'thunder_moe[transformers]'") from error
-    return safetensors
-
-
 def _read_header(path: Path) -> dict[str, TensorInfo]:
-    """Return the tensors of a file by name, after a check of its structure.
-
-    A file has 8 bytes with the length of the header, the JSON header, then data that the tensors fill without a gap."""
-    size = path.stat().st_size
+    """Return the tensors of a file by name, after safetensors' check of the header against the file."""
     with path.open("rb") as file:
-        length = int.from_bytes(file.read(8), "little")
-        if size < 8 or length > size - 8:
-            raise ValueError(f"{path}: has {size} bytes, too few for its header: truncated, or no safetensors file")
-        if length > _MAX_HEADER:
-            raise ValueError(f"{path}: has a header of {length} bytes, wanted at most {_MAX_HEADER}")
-        repeated: list[str] = []
         try:
-            header = json.loads(file.read(length), object_pairs_hook=partial(_note_repeats, repeated))
-        except (ValueError, RecursionError) as error:
-            raise ValueError(f"{path}: has no JSON header: no safetensors file") from error
-    if repeated:
-        raise ValueError(f"{path}: {repeated[0]!r} is twice in the header, wanted once")
-    if not isinstance(header, dict):
-        raise ValueError(f"{path}: has no JSON header: no safetensors file")
+            with safe_open(str(path), framework="pt"):
+                length = int.from_bytes(file.read(8), "little")
+        except SafetensorError as error:
+            raise ValueError(f"{path}: is truncated or no safetensors file ({error})") from error
+        header = json.loads(file.read(length), object_pairs_hook=partial(_without_repeats, path))
     header.pop("__metadata__", None)
-    infos: dict[str, TensorInfo] = {}
-    offsets: list[tuple[int, int, str]] = []
-    for name, entry in header.items():
-        dtype, shape, start, end = _header_entry(path, name, entry)
-        info = infos[name] = TensorInfo(name, path, dtype, shape, end - start)
-        if dtype in _BITS and prod(shape) * _BITS[dtype] != 8 * (end - start):
-            raise info.error(f"has {end - start} bytes, wanted the bytes of dtype {dtype} and shape {shape}")
-        if 8 + length + end > size:
-            raise info.error(f"ends at byte {8 + length + end}, the file at {size}: truncated")
-        offsets.append((start, end, name))
-    last = 0
-    for start, end, name in sorted(offsets):
-        if start != last:
-            raise infos[name].error(f"begins at byte {start} of the data, wanted {last}, where the one before it ends")
-        last = end
-    if 8 + length + last != size:
-        raise ValueError(f"{path}: has {size} bytes, its tensors end at {8 + length + last}")
-    return infos
+    return {name: TensorInfo(name, path, entry["dtype"], tuple(entry["shape"])) for name, entry in header.items()}
 
 
-def _header_entry(path: Path, name: str, entry: Any) -> tuple[str, tuple[int, ...], int, int]:
-    """Return (dtype, shape, first byte of the data, byte behind the last one) of a tensor."""
-    try:
-        dtype, shape, (start, end) = entry["dtype"], entry["shape"], entry["data_offsets"]
-    except (KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"{path}: tensor {name!r} has a broken header entry {entry!r}") from error
-    numbers = [*shape, start, end] if isinstance(shape, list) else [None]
-    if not isinstance(dtype, str) or any(type(n) is not int or n < 0 for n in numbers) or end < start:
-        raise ValueError(f"{path}: tensor {name!r} has a broken header entry {entry!r}")
-    return dtype, tuple(shape), start, end
-
-
-def _note_repeats(repeated: list[str], pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Build a JSON object and collect repeated keys, where json silently takes the last value."""
-    found: dict[str, Any] = {}
-    for name, value in pairs:
-        if name in found:
-            repeated.append(name)
-        found[name] = value
+def _without_repeats(path: Path, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Build a JSON object; raise for repeated keys, of which safetensors silently takes one."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        repeated = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"{path}: {repeated!r} is twice in the header, wanted once")
     return found

@@ -1,5 +1,5 @@
 """Lists the 16-bit modules of a checkpoint for engines, which build all modules that are not listed in 4 bits.
-Called by writer, convert and choice; calls dense_names for the linears that engines merge.
+Called by writer; choice takes the name of the head; calls dense_names for the linears that engines merge.
 
 Engines look up the names of their own modules: of a linear, or of the linears that they merge into one; of all experts
 of a layer at once; and of the head, which they have even if its weight is tied and the file has none.

@@ -1,5 +1,5 @@
 """Sorts the tensors of a checkpoint by their names into experts of layers, quantized modules and others.
-Called by formats, decode, reader and quantize_experts; calls files for names, dtypes and shapes, and reads no tensor.
+Called by formats, decode, reader and quantize; calls files for names, dtypes and shapes, and reads no tensor.
 
 Every format names the tensors of an expert's projection or of a Linear ``<module>.<field>``, and tensors of all experts
 ``<experts>.<projection>_<field>``. `sort_modules` maps both to a `Module` with its fields.
@@ -168,22 +168,25 @@ class ExpertBlock:
             raise self._error(f"has the projections {sorted(self.projections.values())}, wanted gate, up and down")
         count = max(numbers, default=-1) + 1
         most_are_mxfp8 = 2 * sum(module.is_mxfp8 for module in self.modules.values()) > len(self.modules)
+        kinds = {"quantized": self.is_quantized, "MXFP8": most_are_mxfp8, "FP8": self.is_fp8}
         for part in sorted(parts):
             for expert in range(count) if count else [None]:
                 module = self.modules.get((part, expert))
                 if module is None:
                     raise self._error(f"lacks {self.projections[part]} of expert {expert} of {count}")
-                if module.is_quantized != self.is_quantized:
-                    raise module.any_info().error(
-                        f"belongs to {self.name}, where some weights are quantized and others not"
-                    )
-                if module.is_mxfp8 != most_are_mxfp8:
-                    raise module.any_info().error(
-                        f"belongs to {self.name}, where some weights are MXFP8 and others not"
-                    )
-                if module.is_fp8 != self.is_fp8:
-                    raise module.any_info().error(f"belongs to {self.name}, where some weights are FP8 and others not")
+                own = {"quantized": module.is_quantized, "MXFP8": module.is_mxfp8, "FP8": module.is_fp8}
+                if (kind := next((kind for kind in kinds if own[kind] != kinds[kind]), None)) is not None:
+                    words = f"belongs to {self.name}, where some weights are {kind} and others not"
+                    raise module.any_info().error(words)
         return range(count)
+
+    def require_sizes(self, gate_up: tuple[int, int, int], down: tuple[int, int, int]) -> None:
+        """Raises a ValueError unless the shapes (E, N, K) of gate and up and of down fit each other."""
+        experts, n, k = gate_up
+        wanted = (experts, k, n // 2 if self.gated else n)
+        if down != wanted:
+            info = next(module.any_info() for (part, _), module in self.modules.items() if part == "down")
+            raise info.error(f"belongs to down projections of shape {down}, gate and up want {wanted}")
 
     def layout(self, interleaved: bool) -> ExpertsLayout:
         """Return the layout that this block is written in.
@@ -201,15 +204,10 @@ class ExpertBlock:
         return ExpertsLayout(projections=names)  # type: ignore[arg-type]
 
     def k_first(self) -> bool:
-        """True if fused projections are stored as (E, in_features, out_features), from their shapes."""
-        down = self.modules["down", None].fields
-        if "blocks" in down:
-            return True  # in the model; files in MXFP4 have K last
+        """True if 16-bit or FP8 projections of all experts are (E, in_features, out_features), from their shapes."""
         first = self.modules.get(("gate_up", None)) or self.modules["up", None]
-        if "weight_scale" in down and "weight" in down:  # the scales are an eighth of the bytes along in_features
-            return down["weight"].shape[1] == 8 * down["weight_scale"].shape[1]
         parts = 2 if ("gate_up", None) in self.modules else 1
-        up_shape, down_shape = first.fields["weight"].shape[1:], down["weight"].shape[1:]
+        up_shape, down_shape = (m.fields["weight"].shape[1:] for m in (first, self.modules["down", None]))
         if len(up_shape) == len(down_shape) == 2:
             k_first = up_shape == (down_shape[1], parts * down_shape[0])
             n_first = up_shape == (parts * down_shape[1], down_shape[0])

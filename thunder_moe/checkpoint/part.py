@@ -1,22 +1,16 @@
-"""`ExpertsPart`: the part of a layer's experts that one rank has, and the slices of a checkpoint's tensors for it.
-Called by decode, reader and integrations; calls files.
+"""`ExpertsPart`: the part of a layer's experts that one rank has, as slices of experts and features.
+Called by decode, reader and integrations; calls formats.layouts.
 
 Legend: E experts, I intermediate_size, N output features, K input features.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
-import torch
-
-from thunder_moe.checkpoint.files import TensorFiles
 from thunder_moe.formats.layouts import BLOCK_SIZE
 
-__all__ = ["UNSHARDED", "ExpertsPart", "SlicedFiles"]
-
-Index = tuple[slice, ...]
+__all__ = ["UNSHARDED", "ExpertsPart"]
 
 
 @dataclass(frozen=True)
@@ -79,26 +73,6 @@ class ExpertsPart:
 
 
 UNSHARDED = ExpertsPart()
-
-
-class SlicedFiles:
-    """`TensorFiles` that reads only slices of some tensors.
-
-    Args:
-        files: the files.
-        slices: name of a tensor -> indices of its slices, and the dimension to concatenate them along.
-    """
-
-    def __init__(self, files: TensorFiles, slices: Mapping[str, tuple[list[Index], int]]) -> None:
-        self.files, self.slices = files, slices
-
-    def read(self, name: str) -> torch.Tensor:
-        """Read a tensor like `TensorFiles.read`, or its slices."""
-        if name not in self.slices:
-            return self.files.read(name)
-        indices, dim = self.slices[name]
-        pieces = [self.files.read(name, index) for index in indices]
-        return pieces[0] if len(pieces) == 1 else torch.cat([piece.view(torch.uint8) for piece in pieces], dim)
 
 
 def _share(size: int, rank: int, ranks: int) -> slice:

@@ -93,10 +93,9 @@ def open_partial(destination: Path, job: dict[str, Any]) -> Iterator[PartialChec
     with _locked(directory):
         require_absent(destination, "destination")
         progress = directory / PROGRESS_NAME
-        state: dict[str, Any] = {"job": job, "done": [], "shards": [], "errors": []}
-        if progress.is_file():
-            state = _read_progress(progress)
-        elif any(entry.name != f"{PROGRESS_NAME}.unfinished" for entry in directory.iterdir()):
+        new: dict[str, Any] = {"job": job, "done": [], "shards": [], "errors": []}
+        state = _read_progress(progress) if progress.is_file() else new
+        if state is new and any(entry.name != f"{PROGRESS_NAME}.unfinished" for entry in directory.iterdir()):
             raise FileExistsError(f"destination: {directory} exists and is of no conversion; remove it to start anew")
         if state.get("job") != job:
             raise FileExistsError(
@@ -107,15 +106,22 @@ def open_partial(destination: Path, job: dict[str, Any]) -> Iterator[PartialChec
         files = [partial.shard(number) for number in range(len(state["shards"]))]
         if not all(file.is_file() for file in files):
             logger.warning("%s lacks a shard that was finished: the conversion starts anew", directory)
-            state = partial.state = {"job": job, "done": [], "shards": [], "errors": []}
-        for file, shard in zip(files, state["shards"], strict=False):
+            partial.state = new
+        for file, shard in zip(files, partial.state["shards"], strict=False):
             if _checksum(file) != shard["crc32"]:
                 raise _damaged(file, directory)
-        if state["done"]:
-            logger.info("%s: resuming after %d modules", directory, len(state["done"]))
+        if done := partial.state["done"]:
+            logger.info("%s: resuming after %d modules", directory, len(done))
         partial.save()
         partial.checkpoint.mkdir(exist_ok=True)
-        _remove_unfinished(partial)
+        # Files that an interrupted run left beside its shards: half-written ones, and copied companions.
+        shards = range(len(partial.state["shards"]))
+        kept = {path for number in shards for path in shard_paths(partial.checkpoint, number, len(shards))}
+        for entry in {*partial.checkpoint.iterdir()} - kept:
+            if entry.is_dir() and not entry.is_symlink():
+                shutil.rmtree(entry)
+            else:
+                entry.unlink()
         yield partial
 
 
@@ -145,19 +151,6 @@ def _checksum(file: Path) -> int:
         while piece := content.read(_READ_BYTES):
             checksum = zlib.crc32(piece, checksum)
     return checksum
-
-
-def _remove_unfinished(partial: PartialCheckpoint) -> None:
-    """Removes files that an interrupted run left beside its shards: half-written ones, and copied companions."""
-    shards = partial.state["shards"]
-    kept = {path for number in range(len(shards)) for path in shard_paths(partial.checkpoint, number, len(shards))}
-    for entry in list(partial.checkpoint.iterdir()):
-        if entry in kept:
-            continue
-        if entry.is_dir() and not entry.is_symlink():
-            shutil.rmtree(entry)
-        else:
-            entry.unlink()
 
 
 @contextmanager

@@ -7,19 +7,18 @@ Pipeline: headers -> tensor names sorted into modules -> per layer: tensors of i
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from thunder_moe.checkpoint.decode import decode_dense, decode_dense_weight, decode_experts
+from thunder_moe.checkpoint.decode import decode_dense, decode_experts
 from thunder_moe.checkpoint.experts import ExpertsLayout, ExpertWeights
 from thunder_moe.checkpoint.files import TensorFiles, TensorInfo, find_checkpoint, read_json
-from thunder_moe.checkpoint.float_weights import FloatWeights
-from thunder_moe.checkpoint.formats.fp8 import find_fp8
+from thunder_moe.checkpoint.formats.fp8 import FP8, find_fp8
+from thunder_moe.checkpoint.formats.interface import FLOATS, subdict
 from thunder_moe.checkpoint.formats.registry import (
     check_quantization,
     find_quantization,
@@ -30,12 +29,12 @@ from thunder_moe.checkpoint.formats.registry import (
 from thunder_moe.checkpoint.modules import CACHE_FIELDS, Module, is_interleaved, sort_modules
 from thunder_moe.checkpoint.part import UNSHARDED, ExpertsPart
 from thunder_moe.formats.block_format import BlockFormat
+from thunder_moe.formats.registry import dequantize
 from thunder_moe.formats.weight import PackedWeight
-from thunder_moe.progress import progress_bar
 
-__all__ = ["Checkpoint"]
+__all__ = ["Checkpoint", "Unit"]
 
-logger = logging.getLogger(__name__)
+Unit = tuple[TensorInfo, Callable[[], Any]]
 
 
 class Checkpoint:
@@ -47,48 +46,54 @@ class Checkpoint:
 
     Args:
         path: a directory, or the name of a hub model that the local cache holds.
-        interleaved: the rows of fused gate_up projections alternate; None: the config's model_type decides.
         argument: the name of the path in messages.
 
     Attributes:
         path: the directory.
         config: config.json.
+        interleaved: the rows of fused gate_up projections alternate, by the model_type; may be changed.
         quantization: the quantization_config, or None.
         method: "modelopt", "compressed-tensors", "mxfp8" or "mxfp4", the form of the packed weights; "fp8" for a
             checkpoint that has FP8 weights alone, of any form; None for a 16-bit one.
         experts: paths of the 4-bit blocks of experts, in the order of the files.
-        dense: paths of the quantized modules that are not experts.
+        dense: path of each quantized module that is not an expert -> its tensors.
         others: names of the other tensors, without the scales of a quantized key-value cache.
 
     Raises:
         FileNotFoundError: the path has no checkpoint.
-        ValueError: a truncated or inconsistent file, or an unsupported quantization; names file and tensor.
+        ValueError: a truncated or inconsistent file, or an unsupported quantization; names the file.
     """
 
-    def __init__(self, path: str | Path, *, interleaved: bool | None = None, argument: str = "path") -> None:
+    def __init__(self, path: str | Path, *, argument: str = "path") -> None:
         self.path = find_checkpoint(path, argument=argument)
-        if not (self.path / "config.json").is_file():
+        file, modelopt = self.path / "config.json", self.path / "hf_quant_config.json"
+        if not file.is_file():
             raise FileNotFoundError(f"{argument}: {self.path} has no config.json")
-        self.config: dict[str, Any] = read_json(self.path / "config.json")
-        modelopt = self.path / "hf_quant_config.json"
-        self.quantization = find_quantization(self.config, read_json(modelopt) if modelopt.is_file() else None)
-        fp8 = None if self.quantization is None else find_fp8(self.quantization)
-        self.method = None
-        if self.quantization is not None:
-            self.method = "fp8" if is_fp8_alone(self.quantization) else check_quantization(self.quantization)
-        self.interleaved = is_interleaved(self.config) if interleaved is None else interleaved
+        self.config: dict[str, Any] = read_json(file)
+        of_modelopt = read_json(modelopt) if modelopt.is_file() else None
+        self.method: str | None = None
+        self._fp8: FP8 | None = None
+        try:
+            self.quantization = find_quantization(self.config)
+            if self.quantization is None and of_modelopt is not None:  # the only place of older versions of ModelOpt
+                file = modelopt
+                self.quantization = {"quant_method": "modelopt", **subdict(of_modelopt, "quantization")}
+            if self.quantization is not None:
+                self._fp8 = find_fp8(self.quantization)
+                self.method = "fp8" if is_fp8_alone(self.quantization) else check_quantization(self.quantization)
+        except ValueError as error:
+            raise ValueError(f"{file}: {error}") from error
+        self.interleaved = is_interleaved(self.config)
         self.files = TensorFiles(self.path, argument)
         modules = sort_modules(self.files)
         quantized = {path: block for path, block in modules.experts.items() if block.is_quantized}
         self.blocks = {path: block for path, block in quantized.items() if not block.is_fp8}
-        self._dense = modules.dense
-        # 16-bit blocks of experts, whose tensors are in `others`, too, and FP8 blocks. A conversion quantizes them from
-        # `floats`.
+        self.dense = modules.dense
+        # 16-bit blocks of experts, whose tensors are in `others`, too, and FP8 blocks: a conversion quantizes them.
         self.plain_blocks = {path: block for path, block in modules.experts.items() if not block.is_quantized}
         self.fp8_blocks = {path: block for path, block in quantized.items() if block.is_fp8}
-        self.floats = FloatWeights(self.files, fp8)
         self._check_methods(
-            [*(m for block in quantized.values() for m in block.modules.values()), *self._dense.values()]
+            [*(m for block in quantized.values() for m in block.modules.values()), *self.dense.values()]
         )
         plain = [info.name for block in self.plain_blocks.values() for info in block.infos()]
         self.others = modules.others + plain
@@ -103,10 +108,6 @@ class Checkpoint:
     def experts(self) -> list[str]:
         return list(self.blocks)
 
-    @property
-    def dense(self) -> list[str]:
-        return list(self._dense)
-
     def layout(self, name: str) -> ExpertsLayout:
         """Return the layout of a layer's experts in this checkpoint, quantized or not."""
         return {**self.blocks, **self.plain_blocks, **self.fp8_blocks}[name].layout(self.interleaved)
@@ -118,14 +119,6 @@ class Checkpoint:
             raise info.error(
                 "is FP8, wanted 4-bit experts; `python -m thunder_moe convert SOURCE DESTINATION` makes them"
             )
-
-    def fp8_dense(self) -> dict[str, Module]:
-        """Return the modules of `dense` that are FP8."""
-        return {name: module for name, module in self._dense.items() if module.is_fp8}
-
-    def dense_infos(self) -> dict[str, TensorInfo]:
-        """Return one tensor of each module of `dense`."""
-        return {name: module.any_info() for name, module in self._dense.items()}
 
     def read_experts(
         self, name: str, device: torch.device | str = "cpu", part: ExpertsPart = UNSHARDED
@@ -140,12 +133,12 @@ class Checkpoint:
 
     def is_4_bit(self, name: str) -> bool:
         """True if a module of `dense` is packed, for `read_dense_weight`; False if it is FP8."""
-        return not self._dense[name].is_fp8
+        return not self.dense[name].is_fp8
 
     def number_format(self, name: str) -> BlockFormat:
         """Return the number format of one of `experts`, or of one of `dense` that is not FP8."""
         block = self.blocks.get(name)
-        return format_of(self._dense[name] if block is None else next(iter(block.modules.values()))).number_format
+        return format_of(self.dense[name] if block is None else next(iter(block.modules.values()))).number_format
 
     def read_dense_weight(
         self, name: str, device: torch.device | str = "cpu", part: tuple[int, int, int] | None = None
@@ -160,63 +153,68 @@ class Checkpoint:
         Raises:
             ValueError: as `read_experts`.
         """
-        return decode_dense_weight(self.files, self._dense[name], device, part)
+        return decode_dense(self.files, self.dense[name], device, part)
 
     def read_dense(
         self, name: str, dtype: torch.dtype = torch.bfloat16, device: torch.device | str = "cpu"
     ) -> torch.Tensor:
         """Return the dequantized weight (N, K) of a quantized module that is not an expert, by its path."""
-        module = self._dense[name]
-        if module.is_fp8:
-            return self.floats.read(module, device).to(dtype)
-        return decode_dense(self.files, module, dtype, device)
+        if not self.is_4_bit(name):
+            return self.read_float(self.dense[name], device).to(dtype)
+        return dequantize(self.read_dense_weight(name, device), dtype)[0]
 
     def read(self, name: str, device: torch.device | str = "cpu") -> torch.Tensor:
         """Read one of `others`, unchanged."""
         return self.files.read(name).to(device, copy=True)
 
-    def stream(
-        self,
-        *,
-        dtype: torch.dtype = torch.bfloat16,
-        device: torch.device | str | Callable[[str], torch.device | str] = "cpu",
-        linears: bool = True,
-        progress: bool = False,
-    ) -> Iterator[tuple[str, ExpertWeights | PackedWeight | torch.Tensor]]:
-        """Yields all modules and tensors, file by file, with one layer at a time in memory.
+    def float_info(self, module: Module) -> TensorInfo:
+        """Return the tensor of a 16-bit or FP8 weight, after a check of the fields and dtypes of its module.
+
+        Raises:
+            ValueError: names file and tensor.
+        """
+        if module.is_fp8:
+            return self._fp8_of(module).infos(module)[0]
+        (info,) = module.require("weight")
+        info.require(FLOATS, None)
+        return info
+
+    def read_float(self, module: Module, device: torch.device | str = "cpu") -> torch.Tensor:
+        """Return a 16-bit weight in the file's dtype, or an FP8 one in float32; may be a view of the mapped file.
+
+        Raises:
+            ValueError: a tensor is missing, has the wrong dtype or shape, or NaN in FP8; names file and tensor.
+        """
+        if module.is_fp8:
+            return self._fp8_of(module).read(self.files, module, device)
+        return self.files.read(self.float_info(module).name).to(device)
+
+    def _fp8_of(self, module: Module) -> FP8:
+        if self._fp8 is None:
+            raise module.fields["weight"].error("is FP8, which the quantization_config does not say")
+        return self._fp8
+
+    def units(self, *, linears: bool = True, device: torch.device | str = "cpu") -> dict[str, Unit]:
+        """Return a function that reads each module and tensor, for a pass over the files with one layer in memory.
 
         Args:
-            dtype: of dense modules that are dequantized.
-            device: of all results, or a function of the name.
-            linears: True: packed dense modules stay packed. False: they are dequantized.
-            progress: show a bar.
+            linears: True: packed dense modules stay packed. False: they become bfloat16.
+            device: where modules are dequantized.
 
-        Yields:
-            (path, ExpertWeights) of each quantized block; (path, PackedWeight) of each 4-bit dense module; (name of the
-            weight, tensor) of each dequantized module and of each other tensor.
+        Returns:
+            name -> (one of its tensors, function that reads it): by path the ExpertWeights of each quantized block and
+            the PackedWeight of each 4-bit dense module; by the name of the weight each dequantized module; and each
+            other tensor.
         """
-        self.require_4_bit_experts()
-        place = device if callable(device) else lambda _: device
-        reads: list[tuple[TensorInfo, str, Callable[[], ExpertWeights | PackedWeight | torch.Tensor]]] = []
+        units: dict[str, Unit] = {}
         for path, block in self.blocks.items():
-            reads.append((block.any_info(), path, partial(self.read_experts, path, place(path))))
-        dequantized = 0
-        for path, module in self._dense.items():
-            name = f"{path}.weight"
-            if linears and not module.is_fp8:
-                reads.append((module.any_info(), path, partial(self.read_dense_weight, path, place(name))))
-                continue
-            dequantized += 1
-            reads.append((module.any_info(), name, partial(self.read_dense, path, dtype, place(name))))
-        for name in self.others:
-            reads.append((self.files[name], name, partial(self.read, name, place(name))))
-        if dequantized:
-            logger.info("%s: %d quantized dense modules are dequantized to %s", self.path, dequantized, dtype)
-        order = {name: number for number, name in enumerate(self.files.infos)}
-        reads.sort(key=lambda read: order[read[0].name])
-        for _, name, read in progress_bar(reads, desc="reading checkpoint", unit="module", disable=not progress):
-            yield name, read()
-        self.files.close()
+            units[path] = block.any_info(), partial(self.read_experts, path)
+        for path, module in self.dense.items():
+            if linears and self.is_4_bit(path):
+                units[path] = module.any_info(), partial(self.read_dense_weight, path)
+            else:
+                units[f"{path}.weight"] = module.any_info(), partial(self.read_dense, path, device=device)
+        return units | {name: (self.files[name], partial(self.read, name)) for name in self.others}
 
     def _check_methods(self, quantized: list[Module]) -> None:
         """Raises a ValueError if the tensors of a quantized module are not of the form that the config names."""
@@ -230,7 +228,7 @@ class Checkpoint:
                 if not has_mxfp8(self.quantization or {}):
                     raise info.error("is MXFP8, which the quantization_config does not say")
                 continue
-            if module.is_fp8 and self.floats.fp8 is None and has_mxfp8(self.quantization or {}):
+            if module.is_fp8 and self._fp8 is None and has_mxfp8(self.quantization or {}):
                 module.require("weight", module.mxfp8_scale_field)
             form = "fp8" if module.is_fp8 else format_of(module).method
             if form not in (self.method, "fp8"):

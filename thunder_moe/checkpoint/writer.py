@@ -16,10 +16,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
 
 from thunder_moe.checkpoint.companions import copy_companions
 from thunder_moe.checkpoint.experts import ExpertsLayout, ExpertWeights
-from thunder_moe.checkpoint.files import INDEX_NAME, SINGLE_NAME, TensorFiles, import_safetensors
+from thunder_moe.checkpoint.files import INDEX_NAME, SINGLE_NAME, TensorFiles, expand_user
 from thunder_moe.checkpoint.formats.modelopt import MODELOPT
 from thunder_moe.checkpoint.formats.registry import format_of
 from thunder_moe.checkpoint.ignored import ignored_modules, merge_conflicts
@@ -84,10 +86,9 @@ class ShardWriter:
             return
         path, _ = shard_paths(self.directory, len(self.shards), 1)
         unfinished = path.with_suffix(".unfinished")
-        safetensors = import_safetensors()
         try:
-            safetensors.torch.save_file(self._pending, str(unfinished), metadata={"format": "pt"})
-        except safetensors.SafetensorError as error:
+            save_file(self._pending, str(unfinished), metadata={"format": "pt"})
+        except SafetensorError as error:
             raise OSError(f"{unfinished}: cannot be written: {error}") from error
         unfinished.chmod(0o666 & ~_umask())  # safetensors creates files with mode 0600
         os.replace(unfinished, path)
@@ -149,25 +150,19 @@ def write_checkpoint(
         ValueError: max_shard_size is not valid, the layout cannot hold the weights, or weights have NaN (names the
             tensor). Nothing is left behind then.
     """
-    path, max_bytes, layout = Path(path).expanduser(), parse_size(max_shard_size), layout or ExpertsLayout()
+    path, max_bytes, layout = expand_user(path, "path"), parse_size(max_shard_size), layout or ExpertsLayout()
     require_absent(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     remove_leftovers(path)
     with scratch_directory(path, path.parent) as directory:
         writer = ShardWriter(directory, max_bytes)
-        plain: list[tuple[str, torch.Size]] = []
-        quantized: list[str] = []
         for name, value in tensors:
-            if isinstance(value, torch.Tensor):
-                plain.append((name, value.shape))
-            elif isinstance(value, PackedWeight):
-                quantized.append(name)
             for key, tensor in encode(name, value, layout):
                 writer.add(key, tensor)
         writer.finish()
-        write_configs(directory, config, ignored_modules(plain, quantized))
+        write_configs(directory, config)
         for name, text in (extra or {}).items():
-            (directory / name).write_text(text, encoding="utf-8")
+            write_text(directory / name, text)
         if companions is not None:
             copy_companions(companions, directory)
         directory.chmod(0o777 & ~_umask())
@@ -196,13 +191,12 @@ def encode(
         yield key, tensor
 
 
-def write_configs(directory: Path, config: dict[str, Any], ignore: list[str]) -> None:
+def write_configs(directory: Path, config: dict[str, Any]) -> None:
     """Write config.json and hf_quant_config.json; warn of linears that engines merge and that differ.
 
     Args:
         directory: of the checkpoint, with its weights.
         config: of the model.
-        ignore: modules with a 16-bit weight, from `ignored_modules`.
     """
     from thunder_moe import __version__
 
@@ -213,6 +207,9 @@ def write_configs(directory: Path, config: dict[str, Any], ignore: list[str]) ->
         path: next(iter(block.modules.values())) for path, block in modules.experts.items() if block.is_quantized
     }
     formats = {path: format_of(module).number_format for path, module in (quantized | modules.dense).items()}
+    plain = [info for block in modules.experts.values() if not block.is_quantized for info in block.infos()]
+    plain += [files[name] for name in modules.others]
+    ignore = ignored_modules(((info.name, info.shape) for info in plain), modules.dense)
     quantization_config, hf_quant_config = MODELOPT.configs(ignore, producer, formats)
     config = {key: value for key, value in config.items() if key != "quantization_config"}
     text_config = config.get("text_config")
@@ -235,10 +232,15 @@ def write_configs(directory: Path, config: dict[str, Any], ignore: list[str]) ->
 
 
 def write_json(path: Path, value: dict[str, Any]) -> None:
-    """Write a JSON file that appears complete or not at all; an error leaves an earlier file unchanged."""
+    """Write a JSON file as `write_text` does."""
+    write_text(path, json.dumps(value, indent=2) + "\n")
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a file that appears complete or not at all; an error names it and leaves an earlier file unchanged."""
     unfinished = path.with_name(f"{path.name}.unfinished")
     try:
-        unfinished.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
+        unfinished.write_text(text, encoding="utf-8")
         os.replace(unfinished, path)
     except BaseException as error:
         with contextlib.suppress(OSError):

@@ -4,9 +4,10 @@ Called by everything that users call; calls torch alone.
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor, nn
 
-__all__ = ["mismatch", "require", "require_module", "require_type"]
+__all__ = ["mismatch", "require", "require_device", "require_module", "require_type"]
 
 
 def mismatch(name: str, tensor: Tensor, wanted: str) -> ValueError:
@@ -24,6 +25,17 @@ def require_type(name: str, value: object, kind: type | tuple[type, ...], wanted
     """Raises a TypeError if an argument has another type."""
     if not isinstance(value, kind):
         raise TypeError(f"{name}: got {type(value).__name__}, wanted {wanted}")
+
+
+def require_device(argument: str, device: torch.device | str) -> torch.device:
+    """Return a device, after a check that tensors on it can be made and read; raises a ValueError if not."""
+    try:
+        found = torch.device(device)
+        torch.zeros(1, device=found).item()
+    except (RuntimeError, AssertionError) as error:
+        reason = str(error).partition("\n")[0]
+        raise ValueError(f"{argument}: got {str(device)!r}, which cannot be used here ({reason})") from error
+    return found
 
 
 def require_module(model: object) -> None:

@@ -42,7 +42,6 @@ __all__ = [
 
 BLOCK_SIZE = NVFP4.block_size
 LINEAR, SWIZZLED_128X4, TILED_64X64 = "linear", "swizzled_128x4", "tiled_64x64"
-Converter = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
 @dataclass(frozen=True)
@@ -51,7 +50,7 @@ class Layout:
 
     Attributes:
         name: the value of `PackedWeight.layout` and of the operators' argument `layout`.
-        from_linear: (codes, scales) in layout "linear" -> (codes, scales) in this one.
+        from_linear: (codes, scales) in layout "linear" -> (codes, scales) in this one; unchanged by default.
         to_linear: (codes, scales, n, k) in this layout -> (codes, scales) in "linear".
         format: of the weights.
         padded_scales: (experts, n, k) -> the shape of padded scales; None: they are not padded. The codes are
@@ -63,8 +62,8 @@ class Layout:
     """
 
     name: str
-    from_linear: Converter
-    to_linear: Callable[[Tensor, Tensor, int, int], tuple[Tensor, Tensor]]
+    from_linear: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] = lambda codes, scales: (codes, scales)
+    to_linear: Callable[[Tensor, Tensor, int, int], tuple[Tensor, Tensor]] = lambda codes, scales, n, k: (codes, scales)
     format: BlockFormat = NVFP4
     padded_scales: Callable[[int, int, int], tuple[int, int, int]] | None = None
     block_shape: Callable[[int, int, int], tuple[int, ...]] | None = None
@@ -87,12 +86,8 @@ class Layout:
 REGISTRY: dict[tuple[str, str], Layout] = {
     (layout.format.name, layout.name): layout
     for layout in (
-        Layout(
-            LINEAR,
-            from_linear=lambda codes, scales: (codes, scales),
-            to_linear=lambda codes, scales, n, k: (codes, scales),
-            block_shape=lambda experts, n, k: (experts, n, k // 2),
-        ),
+        Layout(LINEAR, block_shape=lambda experts, n, k: (experts, n, k // 2)),
+        Layout(LINEAR, format=MXFP8, block_shape=lambda experts, n, k: (experts, n, k)),
         Layout(
             SWIZZLED_128X4,
             from_linear=lambda codes, scales: (codes, swizzle_scale(scales)),
@@ -108,13 +103,6 @@ REGISTRY: dict[tuple[str, str], Layout] = {
             preferred_on=frozenset({(9, 0)}),
         ),
         Layout(
-            LINEAR,
-            from_linear=lambda codes, scales: (codes, scales),
-            to_linear=lambda codes, scales, n, k: (codes, scales),
-            format=MXFP8,
-            block_shape=lambda experts, n, k: (experts, n, k),
-        ),
-        Layout(
             TILED_64X64,
             from_linear=mxfp8_tiled_64x64.to_tiled,
             to_linear=lambda codes, scales, n, k: mxfp8_tiled_64x64.from_tiled(codes, scales),
@@ -125,10 +113,6 @@ REGISTRY: dict[tuple[str, str], Layout] = {
         ),
     )
 }
-LAYOUTS = tuple(name for format, name in REGISTRY if format == NVFP4.name)
-MODULE_LAYOUTS = tuple(
-    name for (format, name), layout in REGISTRY.items() if format == NVFP4.name and layout.block_shape is not None
-)
 _BY_RANK = {
     (layout.format.name, len(layout.block_shape(1, TILE, TILE))): layout.name
     for layout in REGISTRY.values()
@@ -144,6 +128,9 @@ def layouts_of(format: BlockFormat) -> tuple[str, ...]:
 def module_layouts(format: BlockFormat) -> tuple[str, ...]:
     """Return the layouts of a number format that modules keep."""
     return tuple(name for name in layouts_of(format) if REGISTRY[format.name, name].block_shape is not None)
+
+
+LAYOUTS, MODULE_LAYOUTS = layouts_of(NVFP4), module_layouts(NVFP4)
 
 
 def find_layout(name: str, format: BlockFormat = NVFP4) -> Layout:

@@ -11,9 +11,8 @@ from torch import Tensor
 
 from thunder_moe.formats.block_format import MXFP8
 from thunder_moe.formats.checks import require_type
-from thunder_moe.formats.layouts import LINEAR
 from thunder_moe.formats.mxfp8_tiled_64x64 import SCALE_OFFSET
-from thunder_moe.formats.nvfp4 import WEIGHT_DTYPES, check_finite, expert_amax, require_dense, row_chunks
+from thunder_moe.formats.nvfp4 import check_finite, decode, expert_amax, require_dense, row_chunks
 from thunder_moe.formats.nvfp4 import check_quantizable as check_quantizable_in
 from thunder_moe.formats.weight import MXFP8Weight
 
@@ -117,13 +116,7 @@ def dequantize(weight: MXFP8Weight, dtype: torch.dtype = torch.bfloat16) -> Tens
         TypeError: weight is no `MXFP8Weight`.
     """
     require_type("weight", weight, MXFP8Weight, "an MXFP8Weight")
-    if dtype not in WEIGHT_DTYPES:
-        raise ValueError(f"dtype: got {dtype}, wanted one of {WEIGHT_DTYPES}")
-    weight = weight.to_layout(LINEAR)
-    out = torch.empty(weight.shape, dtype=dtype, device=weight.device)
-    for expert in range(weight.shape[0]):
-        dequantize_expert(weight, expert, out[expert])
-    return out
+    return decode(weight, dtype, dequantize_expert)
 
 
 def dequantize_expert(weight: MXFP8Weight, expert: int, out: Tensor) -> None:

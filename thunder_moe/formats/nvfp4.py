@@ -6,6 +6,9 @@ Called by kernels, weight_cache, quantization, checkpoint and integrations; call
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -22,6 +25,7 @@ __all__ = [
     "NVFP4Weight",
     "check_finite",
     "check_quantizable",
+    "decode",
     "dequantize",
     "dequantize_expert",
     "expert_amax",
@@ -142,12 +146,17 @@ def dequantize(weight: NVFP4Weight, dtype: torch.dtype = torch.bfloat16) -> Tens
         TypeError: weight is no `NVFP4Weight`.
     """
     require_type("weight", weight, NVFP4Weight, "an NVFP4Weight")
+    return decode(weight, dtype, dequantize_expert)
+
+
+def decode(weight: PackedWeight, dtype: torch.dtype, expert_into: Callable[[Any, int, Tensor], None]) -> Tensor:
+    """Return a weight (E, N, K) as `dequantize` does, by the function `dequantize_expert` of its format."""
     if dtype not in WEIGHT_DTYPES:
         raise ValueError(f"dtype: got {dtype}, wanted one of {WEIGHT_DTYPES}")
     weight = weight.to_layout(LINEAR)
     out = torch.empty(weight.shape, dtype=dtype, device=weight.device)
     for expert in range(weight.shape[0]):
-        dequantize_expert(weight, expert, out[expert])
+        expert_into(weight, expert, out[expert])
     return out
 
 

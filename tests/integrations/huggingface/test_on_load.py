@@ -423,7 +423,7 @@ def test_files_that_contradict_each_other(saved, tmp_path):
     refused((cls, tmp_path / "copy"), rf"tensor '{name}' is also in .*, wanted in one file only")
     with second.open("r+b") as file:
         file.truncate(second.stat().st_size - 5)
-    refused((cls, tmp_path / "copy"), rf"{second.name}: tensor '.*' ends at byte \d+, the file at \d+: truncated")
+    refused((cls, tmp_path / "copy"), f"{second.name}: is truncated or no safetensors file")
 
 
 def test_a_model_without_its_head(saved):

@@ -8,7 +8,7 @@ import re
 
 import pytest
 import torch
-from checkpoint_files import DATA, bits, load_tensors
+from checkpoint_files import DATA, bits, load_tensors, stream
 from tiny_models import ARCHITECTURES, OTHERS, tiny_config, tiny_model, tokens
 
 transformers = pytest.importorskip("transformers")
@@ -302,7 +302,7 @@ def test_linears_that_engines_merge_and_the_model_does_not_share_a_scale(name):
 
 def test_scales_that_engines_do_not_keep_are_said(tmp_path, caplog):
     checkpoint = Checkpoint(DATA / "compressed_tensors_qwen3_moe")
-    write_checkpoint(tmp_path / "one", checkpoint.config, checkpoint.stream())
+    write_checkpoint(tmp_path / "one", checkpoint.config, stream(checkpoint))
     experts, linears = (record.message for record in caplog.records if "global scales" in record.message)
     assert "layers.0.mlp.experts: gate and up of 3 experts have different global scales" in experts
     assert "q_proj and model.layers.0.self_attn.k_proj and model.layers.0.self_attn.v_proj have several" in linears

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from thunder_moe.checkpoint.formats.fp8 import COMPRESSED_TENSORS_FORMATS
-from thunder_moe.checkpoint.formats.interface import NVFP4Format, check_group_size, subdict
+from thunder_moe.checkpoint.formats.fp8 import COMPRESSED_TENSORS_FORMATS, group_formats
+from thunder_moe.checkpoint.formats.interface import CheckpointFormat, check_group_size, subdict
 
 __all__ = ["COMPRESSED_TENSORS", "CompressedTensors"]
 
@@ -19,7 +19,7 @@ MXFP8_FORMAT = "mxfp8-quantized"
 _MXFP8_WEIGHTS = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "group", "group_size": 32}
 
 
-class CompressedTensors(NVFP4Format):
+class CompressedTensors(CheckpointFormat):
     """The checkpoints of llm-compressor: NVFP4 and MXFP8, and FP8 layers beside them."""
 
     method = "compressed-tensors"
@@ -28,7 +28,7 @@ class CompressedTensors(NVFP4Format):
 
     def check(self, quantization: dict[str, Any]) -> None:
         groups = subdict(quantization, "config_groups")
-        for name, form in _formats(quantization).items():
+        for name, form in group_formats(quantization).items():
             if form not in (FORMAT, MXFP8_FORMAT, *COMPRESSED_TENSORS_FORMATS):
                 raise ValueError(f"format: got {form!r} in {name!r}, wanted {FORMAT!r} or {MXFP8_FORMAT!r}")
             weights = subdict(groups[name], "weights")
@@ -44,29 +44,21 @@ class CompressedTensors(NVFP4Format):
             raise ValueError(f"sparsity_config: got the format {sparsity!r}, wanted 'dense'")
         transforms = subdict(subdict(quantization, "transform_config"), "config_groups")
         for name in transforms:
-            for apply in transforms[name].get("apply") or []:
-                if not str(apply.get("location")).startswith("weight_"):
-                    raise ValueError(
-                        f"transform_config: got {name!r} at {apply.get('location')!r}, wanted none that the model would"
-                        " have to compute"
-                    )
+            for apply in subdict(transforms, name).get("apply") or []:
+                location = apply.get("location") if isinstance(apply, dict) else apply
+                if not str(location).startswith("weight_"):
+                    words = "wanted none that the model would have to compute"
+                    raise ValueError(f"transform_config: got {name!r} at {location!r}, {words}")
 
     def is_read(self, quantization: dict[str, Any]) -> bool:
         """True if a group of a config is NVFP4 or MXFP8."""
-        return not {FORMAT, MXFP8_FORMAT}.isdisjoint(_formats(quantization).values())
+        return not {FORMAT, MXFP8_FORMAT}.isdisjoint(group_formats(quantization).values())
 
     def has_mxfp8(self, quantization: dict[str, Any]) -> bool:
-        """True if a group of a config is MXFP8."""
-        return MXFP8_FORMAT in _formats(quantization).values()
+        return MXFP8_FORMAT in group_formats(quantization).values()
 
     def decode_scale(self, global_scale: torch.Tensor) -> torch.Tensor:
         return global_scale.reciprocal()
 
 
 COMPRESSED_TENSORS = CompressedTensors()
-
-
-def _formats(quantization: dict[str, Any]) -> dict[str, Any]:
-    """Return the format of each group of a config by its name."""
-    groups = subdict(quantization, "config_groups")
-    return {name: subdict(groups, name).get("format") or quantization.get("format") for name in groups}

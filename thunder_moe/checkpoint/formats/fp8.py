@@ -1,5 +1,5 @@
 """Decodes FP8 weights to float32 for conversions, with the scales that a checkpoint's config describes.
-Called by registry, compressed_tensors, float_weights and reader; calls modules and files.
+Called by registry, compressed_tensors and reader; calls modules and files.
 
 Legend: E experts, N and K dimensions of a weight as the file has it.
 """
@@ -12,10 +12,10 @@ from typing import Any
 import torch
 
 from thunder_moe.checkpoint.files import TensorFiles, TensorInfo
-from thunder_moe.checkpoint.formats.interface import FLOATS, has_e4m3_nan, subdict
+from thunder_moe.checkpoint.formats.interface import FLOATS, subdict, wrong_values
 from thunder_moe.checkpoint.modules import FP8_SCALE_FIELDS, Module
 
-__all__ = ["COMPRESSED_TENSORS_FORMATS", "FP8", "find_fp8"]
+__all__ = ["COMPRESSED_TENSORS_FORMATS", "FP8", "find_fp8", "group_formats"]
 
 # compressed-tensors' names of formats with FP8 weights.
 COMPRESSED_TENSORS_FORMATS = ("float-quantized", "naive-quantized")
@@ -57,10 +57,9 @@ class FP8:
         """
         weight_info, scale_info = self.infos(module)
         weight, scale = files.read(weight_info.name), files.read(scale_info.name).float()
-        if has_e4m3_nan(weight.view(torch.uint8)):
-            raise weight_info.error("has NaN, wanted finite values")
-        if not bool((torch.isfinite(scale) & (scale > 0)).all()):
-            raise scale_info.error("is not finite and positive everywhere, wanted scales")
+        for info, tensor in ((weight_info, weight), (scale_info, scale)):
+            if (wrong := wrong_values(tensor, is_scale=info is scale_info)) is not None:
+                raise info.error(wrong)
         values, scale = weight.to(device).float(), scale.to(device)
         if scale.ndim != values.ndim:  # a scale for the whole tensor, or for each expert
             scale = scale.reshape(-1, *(1,) * (values.ndim - 1))
@@ -116,15 +115,11 @@ def _of_deepseek(quantization: dict[str, Any]) -> str | tuple[int, int]:
 
 
 def _of_compressed_tensors(quantization: dict[str, Any]) -> FP8 | None:
-    groups = subdict(quantization, "config_groups")
+    formats = group_formats(quantization)
     scalings: set[str | tuple[int, int]] = set()
-    count = 0
-    for name in groups:
-        group = subdict(groups, name)
-        if (group.get("format") or quantization.get("format")) not in COMPRESSED_TENSORS_FORMATS:
-            continue
-        count += 1
-        weights = subdict(group, "weights")
+    fp8 = [name for name, form in formats.items() if form in COMPRESSED_TENSORS_FORMATS]
+    for name in fp8:
+        weights = subdict(quantization["config_groups"][name], "weights")
         if (weights.get("num_bits"), weights.get("type"), weights.get("symmetric", True)) != (8, "float", True):
             raise ValueError(f"weights: got {weights} in {name!r}, wanted symmetric ones of 8 bits and type 'float'")
         strategy = weights.get("strategy")
@@ -134,7 +129,13 @@ def _of_compressed_tensors(quantization: dict[str, Any]) -> FP8 | None:
             scalings.add(strategy)
         else:
             raise ValueError(f"strategy: got {strategy!r} in {name!r}, wanted 'tensor', 'channel' or 'block'")
-    return FP8(frozenset(scalings), count == len(groups)) if count else None
+    return FP8(frozenset(scalings), len(fp8) == len(formats)) if fp8 else None
+
+
+def group_formats(quantization: dict[str, Any]) -> dict[str, Any]:
+    """Return the format of each group of a config of compressed-tensors by its name."""
+    groups = subdict(quantization, "config_groups")
+    return {name: subdict(groups, name).get("format") or quantization.get("format") for name in groups}
 
 
 def _block(value: Any, name: str) -> tuple[int, int]:

@@ -1,5 +1,5 @@
-"""`CheckpointFormat`, the interface of a format of quantized checkpoints; `NVFP4Format`, the base of NVFP4 formats.
-Called by modelopt, compressed_tensors and mxfp4, which are formats, and by registry; calls modules, files and formats.
+"""`CheckpointFormat`, the interface of formats of quantized checkpoints: a table of tensors, and how they are read.
+Called by modelopt, compressed_tensors, mxfp8 and mxfp4, which are formats, and by decode; calls modules and formats.
 
 Legend: E experts, N output features, K input features.
 """
@@ -7,31 +7,23 @@ Legend: E experts, N output features, K input features.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from thunder_moe.checkpoint.files import TensorFiles, TensorInfo
 from thunder_moe.checkpoint.modules import Module
-from thunder_moe.checkpoint.part import SlicedFiles
 from thunder_moe.formats.block_format import NVFP4, BlockFormat
 from thunder_moe.formats.layouts import BLOCK_SIZE
-from thunder_moe.formats.registry import dequantize
-from thunder_moe.formats.weight import WEIGHTS, PackedWeight
+from thunder_moe.formats.mxfp8 import MAX_SCALE
+from thunder_moe.formats.weight import WEIGHTS, PackedWeight, joined
 
-__all__ = [
-    "FLOATS",
-    "CheckpointFormat",
-    "NVFP4Format",
-    "check_group_size",
-    "has_e4m3_nan",
-    "has_invalid_global_scales",
-    "has_invalid_scales",
-    "subdict",
-]
+__all__ = ["FLOATS", "CheckpointFormat", "Read", "check_group_size", "has_e4m3_nan", "subdict", "wrong_values"]
 
 FLOATS = ("F32", "BF16", "F16")
 _E4M3_NAN = 0x7F
+Read = Callable[[str], torch.Tensor]
 
 
 class CheckpointFormat(ABC):
@@ -40,20 +32,27 @@ class CheckpointFormat(ABC):
     Attributes:
         method: the quant_method of its config.
         marker: the field that shows that a module is of this format.
-        block: weights that share a scale.
+        fields: the names of codes, block scales and, in NVFP4, the scale of a whole tensor.
+        dtypes: their dtypes in the file.
         number_format: of the weights that are read.
+        block: weights that share a scale in the file.
     """
 
     method: str
     marker: str
-    block: int = BLOCK_SIZE
+    fields: tuple[str, ...]
+    dtypes: tuple[tuple[str, ...], ...] = (("U8",), ("F8_E4M3",), FLOATS)
     number_format: BlockFormat = NVFP4
+    block: int = BLOCK_SIZE
 
     @abstractmethod
     def check(self, quantization: dict[str, Any]) -> None:
         """Raises a ValueError for a quantization_config whose weights are not read here."""
 
-    @abstractmethod
+    def has_mxfp8(self, quantization: dict[str, Any]) -> bool:
+        """True if a quantization_config says that there are MXFP8 weights, or allows for them."""
+        return False
+
     def infos(self, module: Module, rank: int) -> list[TensorInfo]:
         """Return the tensors of a weight, the codes first, after a check of their dtypes and shapes.
 
@@ -64,20 +63,34 @@ class CheckpointFormat(ABC):
         Raises:
             ValueError: a tensor is missing or does not fit the others; names file and tensor.
         """
+        weight, scale, *global_scale = infos = module.require(*self._fields(module))
+        for info, dtypes in zip(infos, self.dtypes, strict=True):
+            info.require(dtypes, (1,) * len(info.shape) if rank == 2 and info in global_scale else None)
+        size, fits = self.number_format.bytes_of_scale, []
+        if len(weight.shape) == rank:
+            *experts, n, k = weight.shape
+            fits = [(*experts, n, k // size)] * (k % size == 0)
+            fits += [(*experts, n // size, k)] * (rank == 3 and n % size == 0)
+        if scale.shape not in fits:
+            words = f"one scale for every {size} bytes of {weight.name!r}, which has shape {weight.shape}"
+            raise scale.error(f"has shape {scale.shape}, wanted {words}")
+        return infos
 
-    @abstractmethod
+    def _fields(self, module: Module) -> tuple[str, ...]:
+        """Return `fields`, or the names that a module has for them."""
+        return self.fields
+
     def sizes(self, infos: list[TensorInfo], rank: int) -> tuple[int, int, bool]:
         """Return (N, K, True if K comes ahead of N) of the weight of `infos`."""
+        codes, scales, form = infos[0].shape, infos[1].shape, self.number_format
+        if rank == 3 and codes[1] == form.bytes_of_scale * scales[1]:
+            return codes[2], form.codes_per_byte * codes[1], True
+        return codes[-2], form.codes_per_byte * codes[-1], False
 
-    def slice_files(
-        self,
-        files: TensorFiles,
-        infos: list[TensorInfo],
-        experts: slice | None,
-        rows: list[slice],
-        columns: slice,
-    ) -> SlicedFiles:
-        """Return files that read only slices of a weight's codes and block scales.
+    def sliced(
+        self, files: TensorFiles, infos: list[TensorInfo], experts: slice | None, rows: list[slice], columns: slice
+    ) -> Read:
+        """Return a function that reads tensors by name, of a weight's codes and block scales only slices.
 
         Args:
             files: the files.
@@ -88,18 +101,21 @@ class CheckpointFormat(ABC):
         """
         ahead = () if experts is None else (experts,)
         _, k, k_first = self.sizes(infos, 2 + len(ahead))
-        slices = {}
+        slices: dict[str, list[tuple[slice, ...]]] = {}
         for info in infos[:2]:
             each = k // info.shape[len(ahead) + (not k_first)]  # input features of one number
             own = slice(columns.start // each, columns.stop // each)
-            pairs = [(own, part) if k_first else (part, own) for part in rows]
-            slices[info.name] = [(*ahead, *pair) for pair in pairs], len(ahead) + k_first
-        return SlicedFiles(files, slices)
+            slices[info.name] = [(*ahead, own, part) if k_first else (*ahead, part, own) for part in rows]
 
-    @abstractmethod
-    def read(
-        self, files: TensorFiles | SlicedFiles, infos: list[TensorInfo]
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        def read(name: str) -> torch.Tensor:
+            if name not in slices:
+                return files.read(name)
+            pieces = [files.read(name, index) for index in slices[name]]
+            return pieces[0] if len(pieces) == 1 else joined(pieces, len(ahead) + k_first)
+
+        return read
+
+    def read(self, read: Read, infos: list[TensorInfo]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
         """Return (codes, bits of the block scales, float32 decode scale), as views of the file where possible.
 
         The codes are uint8 (N, K // 2), or for all experts (E, N, K // 2) or (E, K // 2, N); the scales have an eighth
@@ -110,6 +126,16 @@ class CheckpointFormat(ABC):
         Raises:
             ValueError: a value that the format does not allow; names file and tensor.
         """
+        codes, scale, *others = (read(info.name) for info in infos)
+        global_scale = self.decode_scale(others[0].float()) if others else None
+        for info, tensor in zip(infos, (codes, scale, global_scale), strict=False):
+            if tensor is not None and (wrong := wrong_values(tensor, is_scale=info is not infos[0])) is not None:
+                raise info.error(wrong)
+        return codes.view(torch.uint8), scale.view(torch.uint8), global_scale
+
+    def decode_scale(self, global_scale: torch.Tensor) -> torch.Tensor:
+        """Return the decode scale, a multiplier, from the global scale in the file."""
+        return global_scale
 
     def weight(self, codes: torch.Tensor, bits: torch.Tensor, global_scale: torch.Tensor | None) -> PackedWeight:
         """Return the weight (E, N, K) with these bytes (E, N, ...) of layout "linear"."""
@@ -118,79 +144,30 @@ class CheckpointFormat(ABC):
         weight: PackedWeight = WEIGHTS[form.name](codes.view(form.code_dtypes[0]), bits.view(form.scale_dtype), *others)
         return weight
 
-    def read_dense_weight(
-        self, files: TensorFiles, module: Module, part: tuple[int, int, int] | None = None
-    ) -> PackedWeight:
-        """Return the weight (1, N, K) of a packed module that is not an expert, as views of the file where possible.
 
-        Args:
-            files: the files.
-            module: its tensors.
-            part: (dim, index, count): one of `count` equal parts along dim 1 or 2.
-        """
-        infos = self.infos(module, 2)
-        if part is not None:
-            (n, k, _), (dim, index, count) = self.sizes(infos, 2), part
-            size = (n if dim == 1 else k) // count
-            if dim == 2 and size % self.block:
-                raise infos[0].error(f"is shared by {count} processes, wanted shares of blocks of {self.block}")
-            own, all_rows, all_columns = slice(index * size, (index + 1) * size), slice(0, n), slice(0, k)
-            rows, columns = (own, all_columns) if dim == 1 else (all_rows, own)
-            qdata, bits, global_scale = self.read(self.slice_files(files, infos, None, [rows], columns), infos)
-        else:
-            qdata, bits, global_scale = self.read(files, infos)
-        return self.weight(qdata[None], bits[None], None if global_scale is None else global_scale.reshape(1))
+def wrong_values(tensor: torch.Tensor, is_scale: bool) -> str | None:
+    """Return why no reader accepts the values of a tensor of a packed or FP8 weight; None if all do.
 
-    def read_dense(
-        self, files: TensorFiles, module: Module, dtype: torch.dtype, device: torch.device | str
-    ) -> torch.Tensor:
-        """Return the dequantized weight (N, K) of a module that is not an expert."""
-        return dequantize(self.read_dense_weight(files, module).to(device), dtype)[0]
-
-
-class NVFP4Format(CheckpointFormat):
-    """E2M1 codes, E4M3 block scales and a scale of the whole tensor.
-
-    Attributes:
-        fields: the names of these three.
+    Args:
+        tensor: codes, block scales (E8M0 also as uint8), or a scale in float32.
+        is_scale: False for codes.
     """
-
-    fields: tuple[str, str, str]
-
-    def infos(self, module: Module, rank: int) -> list[TensorInfo]:
-        weight, scale, global_scale = infos = module.require(*self.fields)
-        weight.require(("U8",), None)
-        scale.require(("F8_E4M3",), None)
-        global_scale.require(FLOATS, None if rank == 3 else (1,) * len(global_scale.shape))
-        fits = []
-        if len(weight.shape) == rank:
-            *experts, n, k = weight.shape
-            fits = [(*experts, n, k // 8)] * (k % 8 == 0) + [(*experts, n // 8, k)] * (rank == 3 and n % 8 == 0)
-        if scale.shape not in fits:
-            words = f"one scale for every 8 bytes of {weight.name!r}, which has shape {weight.shape}"
-            raise scale.error(f"has shape {scale.shape}, wanted {words}")
-        return infos
-
-    def sizes(self, infos: list[TensorInfo], rank: int) -> tuple[int, int, bool]:
-        codes, scales = infos[0].shape, infos[1].shape
-        k_first = rank == 3 and codes[1] == 8 * scales[1]  # the scales are an eighth along K
-        return (codes[2], 2 * codes[1], True) if k_first else (codes[-2], 2 * codes[-1], False)
-
-    def read(
-        self, files: TensorFiles | SlicedFiles, infos: list[TensorInfo]
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        weight, scale, global_scale = (files.read(info.name) for info in infos)
-        bits = scale.view(torch.uint8)
-        if has_invalid_scales(bits):
-            raise infos[1].error("has NaN or negative numbers, wanted scales that are finite and not negative")
-        decode_scale = self.decode_scale(global_scale.float())
-        if has_invalid_global_scales(decode_scale):
-            raise infos[2].error("is not finite and positive, wanted the scale of a whole tensor")
-        return weight, bits, decode_scale
-
-    def decode_scale(self, global_scale: torch.Tensor) -> torch.Tensor:
-        """Return the decode scale, a multiplier, from the global scale in the file."""
-        return global_scale
+    if tensor.itemsize > 1:
+        good = bool((torch.isfinite(tensor) & (tensor > 0)).all())
+        return None if good else "is not finite and positive, wanted scales that are"
+    bits = tensor.view(torch.uint8)
+    if tensor.dtype == torch.float8_e4m3fn and not is_scale:
+        # The CUDA kernels would decode a NaN as 480.
+        return "has NaN, wanted finite values" if has_e4m3_nan(bits) else None
+    largest = int(bits.max()) if is_scale and bits.numel() else 0
+    if tensor.dtype == torch.float8_e4m3fn:
+        wanted = "wanted scales that are finite and not negative"
+        return f"has NaN or negative numbers, {wanted}" if largest >= _E4M3_NAN else None
+    if largest <= MAX_SCALE:
+        return None
+    found = "which is NaN" if largest == 255 else f"a scale of 2**{largest - 127}"
+    limit = f"at most {MAX_SCALE} (2**{MAX_SCALE - 127}): the CUDA kernels decode no larger one"
+    return f"has the byte {largest}, {found}, wanted {limit}"
 
 
 def has_e4m3_nan(codes: torch.Tensor) -> bool:
@@ -198,16 +175,6 @@ def has_e4m3_nan(codes: torch.Tensor) -> bool:
 
     These are the largest signed and unsigned byte; the maximum is found 50 times faster than a mask (12 GB/s)."""
     return codes.numel() > 0 and (int(codes.view(torch.int8).max()) == _E4M3_NAN or int(codes.max()) == 0xFF)
-
-
-def has_invalid_scales(bits: torch.Tensor) -> bool:
-    """True if bytes of E4M3 scales have NaN or negative numbers: from 0x7F on."""
-    return bits.numel() > 0 and int(bits.max()) >= _E4M3_NAN
-
-
-def has_invalid_global_scales(scale: torch.Tensor) -> bool:
-    """True if a number is not finite or not positive."""
-    return not bool((torch.isfinite(scale) & (scale > 0)).all())
 
 
 def check_group_size(size: Any, wanted: int = BLOCK_SIZE) -> None:

@@ -14,18 +14,10 @@ from typing import Any
 import torch
 
 from thunder_moe.checkpoint.experts import ExpertsLayout, ExpertWeights
-from thunder_moe.checkpoint.formats.interface import (
-    NVFP4Format,
-    check_group_size,
-    has_e4m3_nan,
-    has_invalid_global_scales,
-    has_invalid_scales,
-    subdict,
-)
+from thunder_moe.checkpoint.formats.interface import CheckpointFormat, check_group_size, subdict, wrong_values
 from thunder_moe.formats.block_format import MXFP8, NVFP4, BlockFormat
 from thunder_moe.formats.gate_up import interleave
 from thunder_moe.formats.layouts import BLOCK_SIZE
-from thunder_moe.formats.mxfp8 import MAX_SCALE
 from thunder_moe.formats.weight import NVFP4Weight, PackedWeight
 
 __all__ = ["MODELOPT", "ModelOpt"]
@@ -41,7 +33,7 @@ LAYER_ALGOS = (*ALGOS, "FP8", MXFP8_ALGO)
 QUANT_ALGO = "W4A16_NVFP4"
 
 
-class ModelOpt(NVFP4Format):
+class ModelOpt(CheckpointFormat):
     """NVFP4 and W4A16_NVFP4, per expert or fused, MXFP8 per expert, and MIXED_PRECISION of these and FP8 layers."""
 
     method = "modelopt"
@@ -66,11 +58,11 @@ class ModelOpt(NVFP4Format):
                 check_group_size(weights.get("group_size"))
 
     def has_mxfp8(self, quantization: dict[str, Any]) -> bool:
-        """True if a quantization_config names MXFP8, for all weights or for a layer."""
-        layers = subdict(quantization, "quantized_layers")
-        algos = [subdict(layers, layer).get("quant_algo") for layer in layers]
-        mixed = _is_algo(quantization.get("quant_algo"), MIXED)
-        return any(_is_algo(algo, MXFP8_ALGO) for algo in (algos if mixed else [quantization.get("quant_algo")]))
+        algos = [quantization.get("quant_algo")]
+        if _is_algo(algos[0], MIXED):
+            layers = subdict(quantization, "quantized_layers")
+            algos = [subdict(layers, layer).get("quant_algo") for layer in layers]
+        return any(_is_algo(algo, MXFP8_ALGO) for algo in algos)
 
     def encode(
         self, path: str, weights: ExpertWeights, layout: ExpertsLayout, *, warns: bool = True
@@ -97,19 +89,14 @@ class ModelOpt(NVFP4Format):
             names = (weights.gate_up.format.name, weights.down.format.name)
             raise ValueError(f"weights: {path} has gate and up in {names[0]}, down in {names[1]}, wanted one format")
         weights = replace(weights, gate_up=weights.gate_up.to_layout("linear"), down=weights.down.to_layout("linear"))
-        if not layout.fused:
-            yield from _encode_per_expert(path, weights, layout.projections, warns)
-            return
         scales = {"gate_up": _shared_scale(weights.gate_up), "down": _shared_scale(weights.down)}
-        plain = weights.gate_up_bias is None and weights.down_bias is None and not layout.interleaved
-        if weights.down.format is MXFP8:
-            per_expert = not layout.interleaved
-        else:
-            per_expert = plain and any(scale is not None and scale.ndim for scale in scales.values())
-        if per_expert:
-            yield from _encode_per_expert(path, weights, layout.projections, warns)
-        else:
+        several = any(scale is not None and scale.ndim for scale in scales.values())
+        has_bias = weights.gate_up_bias is not None or weights.down_bias is not None
+        is_nvfp4 = weights.down.format is NVFP4
+        if layout.fused and (layout.interleaved or (is_nvfp4 and (has_bias or not several))):
             yield from _encode_fused(path, weights, layout, scales, warns)
+        else:
+            yield from _encode_per_expert(path, weights, layout.projections, warns)
 
     def encode_dense(self, path: str, weight: PackedWeight) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the tensors of a dense layer's weight (1, N, K) by ModelOpt's names; reading restores the same bits.
@@ -137,25 +124,12 @@ class ModelOpt(NVFP4Format):
             ValueError: the tensor has NaN, or is a negative or too large block scale, or a global scale that is not
                 positive.
         """
-        if name.endswith("weight_scale_2"):
-            bad, wanted = has_invalid_global_scales(tensor), "finite and positive numbers"
-        elif tensor.itemsize > 1:
+        is_scale = name.endswith(("weight_scale", "weight_scale_2"))
+        if not is_scale and tensor.itemsize > 1:  # a bias
             return
-        else:
-            bits = tensor.view(torch.uint8)
-            is_scale, is_e4m3 = name.endswith("weight_scale"), tensor.dtype == torch.float8_e4m3fn
-            bad, wanted = False, "numbers, not NaN"
-            if is_scale and is_e4m3:
-                bad, wanted = has_invalid_scales(bits), "scales that are finite and not negative"
-            elif is_scale:
-                bad = bits.numel() > 0 and int(bits.max()) > MAX_SCALE
-                wanted = f"scales of at most 2**{MAX_SCALE - 127}, not NaN"
-            elif is_e4m3:
-                bad = has_e4m3_nan(bits)
-        if bad:
+        if (wrong := wrong_values(tensor, is_scale)) is not None:
             raise ValueError(
-                f"weights: {name} has values that no checkpoint may have, wanted {wanted}; quantize the 16-bit weights"
-                " again, or load those that were saved"
+                f"weights: {name} {wrong}; quantize the 16-bit weights again, or load those that were saved"
             )
 
     def configs(

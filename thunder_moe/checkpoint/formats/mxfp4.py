@@ -8,10 +8,9 @@ from typing import Any
 
 import torch
 
-from thunder_moe.checkpoint.files import TensorFiles, TensorInfo
-from thunder_moe.checkpoint.formats.interface import CheckpointFormat
+from thunder_moe.checkpoint.files import TensorInfo
+from thunder_moe.checkpoint.formats.interface import CheckpointFormat, Read
 from thunder_moe.checkpoint.modules import Module
-from thunder_moe.checkpoint.part import SlicedFiles
 from thunder_moe.formats.mxfp4 import mxfp4_to_nvfp4
 
 __all__ = ["MXFP4"]
@@ -37,10 +36,8 @@ class MXFP4(CheckpointFormat):
         n, blocks = infos[1].shape[-2:]
         return n, self.block * blocks, False
 
-    def read(
-        self, files: TensorFiles | SlicedFiles, infos: list[TensorInfo]
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        blocks, scales = (files.read(info.name) for info in infos)
+    def read(self, read: Read, infos: list[TensorInfo]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        blocks, scales = (read(info.name) for info in infos)
         try:
             exact = mxfp4_to_nvfp4(blocks, scales.view(torch.uint8))
         except ValueError as error:

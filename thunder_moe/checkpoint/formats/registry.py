@@ -28,18 +28,10 @@ def format_of(module: Module) -> CheckpointFormat:
     return next((form for form in others if form.marker in module.fields), MODELOPT)
 
 
-def find_quantization(config: dict[str, Any], hf_quant_config: dict[str, Any] | None) -> dict[str, Any] | None:
-    """Return the quantization_config of a checkpoint, None when it has none.
-
-    Args:
-        config: config.json.
-        hf_quant_config: hf_quant_config.json, the only place where older versions of ModelOpt write it.
-    """
+def find_quantization(config: dict[str, Any]) -> dict[str, Any] | None:
+    """Return the quantization_config in the content of config.json, None when it has none."""
     key = "quantization_config"
-    found = subdict(config, key) or subdict(subdict(config, "text_config"), key)
-    if not found and hf_quant_config is not None:
-        found = {"quant_method": "modelopt", **subdict(hf_quant_config, "quantization")}
-    return found or None
+    return subdict(config, key) or subdict(subdict(config, "text_config"), key) or None
 
 
 def check_quantization(quantization: dict[str, Any]) -> str:
@@ -69,11 +61,8 @@ def is_fp8_alone(quantization: dict[str, Any]) -> bool:
 
 def has_mxfp8(quantization: dict[str, Any]) -> bool:
     """True if the quantization_config of a checkpoint says that it has MXFP8 weights, or allows for them."""
-    if MXFP8_MODULES.is_named(quantization) or MXFP8_MODULES.is_allowed(quantization):
-        return True
-    known = {MODELOPT.method: MODELOPT.has_mxfp8, COMPRESSED_TENSORS.method: COMPRESSED_TENSORS.has_mxfp8}
-    has = known.get(str(quantization.get("quant_method")))
-    return has is not None and has(quantization)
+    form = FORMATS.get(str(quantization.get("quant_method")), MXFP8_MODULES)
+    return form.has_mxfp8(quantization) or MXFP8_MODULES.has_mxfp8(quantization)
 
 
 def _remedy(quantization: dict[str, Any]) -> str:

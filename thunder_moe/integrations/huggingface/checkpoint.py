@@ -12,7 +12,7 @@ import torch
 import transformers
 
 from thunder_moe.checkpoint import Checkpoint
-from thunder_moe.checkpoint.files import find_checkpoint, read_json
+from thunder_moe.checkpoint.files import INDEX_NAME, find_checkpoint, read_json
 from thunder_moe.checkpoint.writer import MAX_SHARD_SIZE
 from thunder_moe.integrations.huggingface.quantizer import METHOD
 from thunder_moe.integrations.huggingface.sharding import require_available
@@ -51,7 +51,7 @@ def load_checkpoint(
     Raises:
         FileNotFoundError: no checkpoint there.
         TypeError: `linears` is no bool.
-        ValueError: a file is truncated or inconsistent (names file and tensor), the quantization is not read here, the
+        ValueError: a file is truncated, or a tensor inconsistent (names it), the quantization is not read here, the
             checkpoint is not quantized, or lacks a tensor of the model; a distributed_config with a device, pipeline
             parallelism or an older transformers, or of sizes that do not divide the experts or their blocks of 16.
         ImportError: a device or a distributed_config is given and accelerate is missing.
@@ -66,6 +66,9 @@ def load_checkpoint(
             " call quantize_(model), or convert it with python -m thunder_moe convert"
         )
     checkpoint.require_4_bit_experts()
+    index = checkpoint.path / INDEX_NAME
+    if index.is_file() and not isinstance(read_json(index).get("metadata"), dict):
+        raise ValueError(f"{index}: got no 'metadata', wanted a JSON object, which transformers reads; {{}} is enough")
     config = transformers.AutoConfig.from_pretrained(checkpoint.path, trust_remote_code=trust_remote_code)
     config.quantization_config = {"quant_method": METHOD, "source": checkpoint.quantization, "linears": linears}
     text_config = config.get_text_config()

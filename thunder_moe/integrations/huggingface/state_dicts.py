@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from transformers.core_model_loading import dot_natural_key, revert_weight_conversion
 
-from thunder_moe.checkpoint.decode import decode_dense_weight, decode_experts
+from thunder_moe.checkpoint.decode import decode_dense, decode_experts
 from thunder_moe.checkpoint.experts import ExpertsLayout, ExpertWeights
 from thunder_moe.checkpoint.files import TensorInfo
 from thunder_moe.checkpoint.formats.modelopt import MODELOPT
@@ -131,7 +131,7 @@ def _dense(
     if tensors is None:
         return None
     module = sort_modules(tensors).dense[source]  # type: ignore[arg-type]
-    return decode_dense_weight(tensors, module, "cpu"), tensors.tensors.get(f"{source}.bias")  # type: ignore[arg-type]
+    return decode_dense(tensors, module), tensors.tensors.get(f"{source}.bias")  # type: ignore[arg-type]
 
 
 def _set(name: str, module: PackedModule, weight: PackedWeight, bias: Tensor | None = None) -> dict[str, Any]:
@@ -188,7 +188,7 @@ class _InMemory:
     def __post_init__(self) -> None:
         where = Path("state_dict")
         self.infos = {
-            name: TensorInfo(name, where, _DTYPES.get(t.dtype, str(t.dtype)), tuple(t.shape), t.nbytes)
+            name: TensorInfo(name, where, _DTYPES.get(t.dtype, str(t.dtype)), tuple(t.shape))
             for name, t in self.tensors.items()
         }
 

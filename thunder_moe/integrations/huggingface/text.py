@@ -12,6 +12,7 @@ import transformers
 from torch import Tensor
 
 from thunder_moe.checkpoint.files import find_checkpoint
+from thunder_moe.formats.checks import require_device
 
 __all__ = ["load_model", "token_windows"]
 
@@ -24,12 +25,7 @@ def load_model(name: str, dtype: str, device: str) -> Any:
         ValueError: the device is not there.
     """
     path = find_checkpoint(name, argument="MODEL")
-    try:
-        place = torch.device(device)
-        torch.zeros(1, device=place).item()
-    except (RuntimeError, AssertionError) as error:
-        reason = str(error).partition("\n")[0]
-        raise ValueError(f"--device: got {device!r}, which cannot be used here ({reason})") from error
+    place = require_device("--device", device)
     config = transformers.AutoConfig.from_pretrained(path)
     own = next(iter(config.architectures or ()), "")
     loader: Any = getattr(transformers, own, transformers.AutoModelForCausalLM)

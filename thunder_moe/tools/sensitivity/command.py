@@ -9,6 +9,7 @@ import os
 from math import isfinite
 from pathlib import Path
 
+from thunder_moe.checkpoint.files import expand_user
 from thunder_moe.tools.sensitivity.budget import Choice, choose_formats
 from thunder_moe.tools.sensitivity.formats_file import read_sensitivity, write
 from thunder_moe.tools.sensitivity.measure import WIDE, measure_choice, measure_sensitivity
@@ -27,7 +28,7 @@ def run(options: argparse.Namespace) -> str:
     """
     if options.budget is not None and not (isfinite(options.budget) and options.budget > 0):
         raise ValueError(f"--budget: got {options.budget}, wanted gigabytes above 0")
-    files = _output_files(Path(options.output).expanduser())
+    files = _output_files(expand_user(options.output, "--output"))
     if not options.no_plot:
         require_matplotlib()
     if options.model.endswith(".json"):

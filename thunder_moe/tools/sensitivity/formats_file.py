@@ -15,6 +15,7 @@ from typing import Any
 
 from torch import nn
 
+from thunder_moe.checkpoint.files import read_json
 from thunder_moe.checkpoint.writer import write_json
 from thunder_moe.formats.registry import FORMATS
 from thunder_moe.tools.sensitivity.measure import WIDE, BlockLoss, Sensitivity
@@ -152,16 +153,11 @@ def write(path: Path, found: Sensitivity, **more: Any) -> None:
 
 def _read(path: str | Path, argument: str) -> dict[str, Any]:
     try:
-        content = json.loads(Path(path).read_text(encoding="utf-8"))
+        return read_json(Path(path))
     except FileNotFoundError as error:
         raise FileNotFoundError(f"{argument}: no file {str(path)!r}, wanted one of the command sensitivity") from error
-    except (ValueError, RecursionError) as error:
-        raise ValueError(
-            f"{argument}: {str(path)!r} is no JSON ({error}), wanted a file of the command sensitivity"
-        ) from error
-    if not isinstance(content, dict):
-        raise ValueError(f"{argument}: {str(path)!r} holds no object, wanted a file of the command sensitivity")
-    return content
+    except ValueError as error:
+        raise ValueError(f"{argument}: {error}, wanted a file of the command sensitivity") from error
 
 
 def _names(formats: dict[str, str | None]) -> str:

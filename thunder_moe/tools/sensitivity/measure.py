@@ -9,13 +9,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from thunder_moe.formats.registry import FORMATS, NumberFormat
+from thunder_moe.formats.weight import PackedWeight
 from thunder_moe.progress import progress_bar
 from thunder_moe.quantization.choose import choose_modules
 from thunder_moe.selection import Patterns, Selection
@@ -178,13 +178,9 @@ def _round(view: Tensor, source: Tensor, format: NumberFormat) -> None:
 
 def _packed_bytes(view: Tensor, format: NumberFormat) -> int:
     """Return the bytes of codes, scales and global scales of a weight."""
-    row = torch.zeros(1, 1, view.shape[-1])
-    codes, scale, per_expert = (0 if t is None else t.nbytes for t in _parts(format.quantize(row)))
-    return view.shape[0] * (view.shape[1] * (codes + scale) + per_expert)
-
-
-def _parts(packed: Any) -> tuple[Tensor, Tensor, Tensor | None]:
-    return packed.qdata, packed.scale, getattr(packed, "global_scale", None)
+    row: PackedWeight = format.quantize(torch.zeros(1, 1, view.shape[-1]))
+    codes, scale, *per_expert = (tensor.nbytes for tensor in row.tensors())
+    return view.shape[0] * (view.shape[1] * (codes + scale) + sum(per_expert))
 
 
 def _all_bytes(model: nn.Module) -> int:
