@@ -171,3 +171,8 @@ def test_model_class_of_gpt_oss(asked, kind, said):
     assert get_model_architecture(config)[0].__name__ == kind
     assert config.architecture == "GptOssForCausalLM"  # vLLM's settings for it
     assert [line.endswith("which leaves out the biases of GPT-OSS's experts.") for line in said] == [True] * bool(asked)
+
+
+def test_model_class_of_llama4():
+    config = model_config(CHECKPOINTS / "modelopt_llama4")
+    assert get_model_architecture(config)[0].__name__ == "ThunderLlama4ForCausalLM"

@@ -8,7 +8,6 @@ the registry, for checkpoints that are not claimed. Configurations are pickled, 
 
 from __future__ import annotations
 
-import re
 from typing import Any
 
 import torch
@@ -41,6 +40,7 @@ from thunder_moe.integrations.vllm.methods import (
 )
 
 __all__ = [
+    "MODELS",
     "NAME",
     "ThunderCompressedTensorsConfig",
     "ThunderModelOptMixedPrecisionConfig",
@@ -51,6 +51,8 @@ __all__ = [
 ]
 
 NAME = "thunder_moe"
+# Models of vLLM that `Thunder...` of these modules extends by a reader of fused experts.
+MODELS = {"GptOssForCausalLM": "gpt_oss", "Llama4ForCausalLM": "llama4"}
 
 logger = init_logger("vllm.thunder_moe")
 
@@ -142,13 +144,13 @@ class ThunderQuantizationConfig(ModelOptQuantConfigBase):  # type: ignore[misc]
     ) -> str | None:
         """Claim a checkpoint with NVFP4 or MXFP8 layers; the log says why such a checkpoint is not claimed.
 
-        vLLM's GPT-OSS has no reader for them, and silently drops biases. A claimed one gets `gpt_oss`'s model class by
-        its name in `architectures`, also on devices where vLLM's kernels would run it: the class raises there.
+        Claimed checkpoints of `MODELS` get our model class by its name in `architectures`. GPT-OSS is claimed also on
+        devices where vLLM's kernels would run it, since vLLM's model silently drops biases: our class raises there.
 
         Args:
             hf_quant_cfg: quantization_config of the checkpoint.
             user_quant: the user's `--quantization`; another name than ours selects vLLM's own kernels.
-            hf_config: of the model; `architectures` of GPT-OSS are changed.
+            hf_config: of the model; its `architectures` are changed.
 
         Returns:
             Our name; None lets vLLM ask the next method.
@@ -158,21 +160,21 @@ class ThunderQuantizationConfig(ModelOptQuantConfigBase):  # type: ignore[misc]
         """
         config_class = _config_class(hf_quant_cfg)
         architectures = getattr(hf_config, "architectures", None) or []
-        ours = [re.sub("^GptOssFor", "ThunderGptOssFor", name) for name in architectures]
+        gpt_oss = any("GptOssFor" in name for name in architectures)
         reason = None
         if config_class is None:
             reason = "the checkpoint has no NVFP4 or MXFP8 layers"
         elif user_quant not in (None, NAME):
             reason = f"--quantization {user_quant} was asked for"
-            if ours != architectures and config_class is not ThunderCompressedTensorsConfig:
+            if gpt_oss and config_class is not ThunderCompressedTensorsConfig:
                 reason += ", which leaves out the biases of GPT-OSS's experts"
-        elif ours == architectures and not ThunderExperts._supports_current_device():
+        elif not gpt_oss and not ThunderExperts._supports_current_device():
             reason = "the device is neither a CPU nor a CUDA GPU of compute capability 8.0 to 9.0"
         elif config_class is ThunderModelOptMixedPrecisionConfig and not _quantized_layers(hf_quant_cfg):
             reason = "quantization_config in config.json has no quantized_layers"
         if reason is None:
-            if ours != architectures:
-                hf_config.architectures = ours
+            if architectures:
+                hf_config.architectures = [f"Thunder{name}" if name in MODELS else name for name in architectures]
             return NAME
         if user_quant == NAME:
             raise ValueError(f"--quantization {NAME}: {reason}; leave it out for vLLM's own kernels")
