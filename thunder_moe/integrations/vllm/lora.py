@@ -33,7 +33,8 @@ from vllm.triton_utils import HAS_TRITON
 
 from thunder_moe.integrations.vllm.expert_map import local_ids
 from thunder_moe.integrations.vllm.experts import FUSED_ACTIVATIONS, ThunderExperts, grouped_operator
-from thunder_moe.ops import combine, grouped_linear  # noqa: F401  (registers the operators)
+from thunder_moe.ops import activation as _activation  # noqa: F401  (registers the operator)
+from thunder_moe.ops import combine, grouped_linear  # noqa: F401  (likewise)
 from thunder_moe.routing import gather_rows, scale_of_rows
 
 # Up to this number of rows `_PerSlot` is faster. Qwen3-30B-A3B's experts, rank 16, 4 adapters in a batch, H200, us per
