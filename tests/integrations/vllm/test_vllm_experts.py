@@ -35,7 +35,7 @@ from vllm.model_executor.models.gpt_oss import GptOssRoutedExperts
 from thunder_moe.formats import mxfp8
 from thunder_moe.formats.block_format import MXFP8, NVFP4
 from thunder_moe.formats.nvfp4 import quantize
-from thunder_moe.integrations.vllm import experts, gpt_oss, loading, methods, plugin
+from thunder_moe.integrations.vllm import experts, gpt_oss, graphs, loading, methods, plugin
 from thunder_moe.integrations.vllm.batched import ThunderBatchedExperts
 from thunder_moe.integrations.vllm.configs import (
     ThunderCompressedTensorsConfig,
@@ -233,7 +233,7 @@ class TestMxFp8:
     )
     def test_refusals(self, changes, reason, monkeypatch):
         said = []
-        monkeypatch.setattr(methods.logger, "warning_once", lambda *args: said.append(args[0] % args[1:]))
+        monkeypatch.setattr(graphs.logger, "warning_once", lambda *args: said.append(args[0] % args[1:]))
         monkeypatch.setattr(ModelOptMxFp8FusedMoE, "__init__", lambda self, **_: None)
         assert type(methods.mxfp8_method(self.CONFIG, moe_config(**changes))) is ModelOptMxFp8FusedMoE
         assert "MXFP8 experts do not run" in said[0]
@@ -295,8 +295,8 @@ class TestCompressedTensors:
     def test_loaders_that_know_classes_by_name(self, format, monkeypatch):
         """GPT-OSS: in a method of another name the loader would transpose what is packed."""
         said = []
-        monkeypatch.setattr(methods.logger, "warning_once", lambda *args: said.append(args[0] % args[1:]))
-        monkeypatch.setattr(methods.CompressedTensorsNvfp4MoEMethod, "__init__", lambda *args, **_: None)
+        monkeypatch.setattr(graphs.logger, "warning_once", lambda *args: said.append(args[0] % args[1:]))
+        monkeypatch.setattr(methods.CompressedTensorsW4A4Nvfp4MoEMethod, "__init__", lambda *args, **_: None)
         name = "compressed_tensors_qwen3_moe" if format == "nvfp4" else "compressed_tensors_mxfp8_qwen3_moe"
         assert "Thunder" not in type(self.method(name, GptOssRoutedExperts)).__name__
         (line,) = said
@@ -535,7 +535,7 @@ class TestReload:
 def test_refusals(changes, reason, monkeypatch):
     config = moe_config(**changes)
     said = []
-    monkeypatch.setattr(methods.logger, "warning_once", lambda *args: said.append(args[0] % args[1:]))
+    monkeypatch.setattr(graphs.logger, "warning_once", lambda *args: said.append(args[0] % args[1:]))
     with pytest.raises((NotImplementedError, ValueError)):  # vLLM's own method, which a CPU has no kernels for
         methods.modelopt_method(quant_config(), config)
     (line,) = said
@@ -559,7 +559,7 @@ def test_exchanges(backend):
             moe_config(parallel)
         return
     config = moe_config(parallel)
-    kind = methods._experts_class(config)
+    kind = methods.experts_class(config)
     if backend in OURS:
         assert kind is OURS[backend]
         assert unsupported_reason(config, kind) is None

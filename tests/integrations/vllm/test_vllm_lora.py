@@ -16,7 +16,7 @@ from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 from vllm.model_executor.layers.fused_moe.config import FusedMoEParallelConfig
 from vllm.model_executor.layers.fused_moe.experts.lora_context import MoELoRAContext
 
-from thunder_moe.integrations.vllm import lora, methods
+from thunder_moe.integrations.vllm import graphs, lora, methods
 from thunder_moe.integrations.vllm.lora import ThunderLoRAExperts, adapters_unsupported_reason
 
 pytestmark = pytest.mark.usefixtures("groups")
@@ -251,7 +251,7 @@ def test_what_is_left_to_vllm(what, monkeypatch):
     assert adapters_unsupported_reason(moe_config(is_lora_enabled=True)) is None
     assert f"LoRA with {what}" in adapters_unsupported_reason(config)
     said = []
-    monkeypatch.setattr(methods.logger, "warning_once", lambda *args: said.append(args[0] % args[1:]))
+    monkeypatch.setattr(graphs.logger, "warning_once", lambda *args: said.append(args[0] % args[1:]))
     with pytest.raises((NotImplementedError, ValueError)):
         made(config)
     assert "vLLM's own" in said[0]

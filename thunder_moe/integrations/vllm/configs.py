@@ -26,18 +26,10 @@ from vllm.model_executor.layers.quantization.modelopt import (
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.platforms import current_platform
 
+from thunder_moe.formats.block_format import MXFP8, NVFP4, BlockFormat
 from thunder_moe.integrations.vllm.experts import ThunderExperts
-from thunder_moe.integrations.vllm.linears import (
-    compressed_tensors_mxfp8_scheme,
-    compressed_tensors_scheme,
-    modelopt_linear_method,
-)
-from thunder_moe.integrations.vllm.methods import (
-    compressed_tensors_method,
-    compressed_tensors_mxfp8_method,
-    modelopt_method,
-    mxfp8_method,
-)
+from thunder_moe.integrations.vllm.linears import compressed_tensors_scheme, modelopt_linear_method
+from thunder_moe.integrations.vllm.methods import compressed_tensors_method, modelopt_method, mxfp8_method
 
 __all__ = [
     "MODELS",
@@ -103,31 +95,32 @@ class ThunderCompressedTensorsConfig(CompressedTensorsConfig):  # type: ignore[m
             self._add_fused_moe_to_target_scheme_map()
             names = (layer.ckpt_gate_proj_name, layer.ckpt_up_proj_name, layer.ckpt_down_proj_name)
             schemes = [self.get_scheme_dict(layer, f"{prefix}.0.{name}") for name in names]
-            first = schemes[0] or {}
-            weights = first.get("weights")
-            if weights is not None and schemes.count(schemes[0]) == len(schemes):
-                own = None
+            format = _format((schemes[0] or {}).get("weights"))
+            if format is not None and schemes.count(schemes[0]) == len(schemes):
+                reason = None
                 if type(layer).weight_loader is not RoutedExperts.weight_loader:  # GPT-OSS
-                    own = f"the loader of {type(layer).__name__} knows vLLM's classes by name"
-                if self._is_nvfp4_format(weights):
-                    inputs = first.get("input_activations")
-                    return compressed_tensors_method(layer.moe_config, prefix, inputs, own)
-                if self._is_mxfp8(weights):
-                    return compressed_tensors_mxfp8_method(layer.moe_config, own)
+                    reason = f"the loader of {type(layer).__name__} knows vLLM's classes by name"
+                method = compressed_tensors_method(format, layer.moe_config, reason)
+                if method is not None:
+                    return method
         return super().get_quant_method(layer, prefix)
 
     def _get_scheme_from_parts(
         self, weight_quant: Any, input_quant: Any, output_quant: Any = None, format: Any = None, layer_name: Any = None
     ) -> Any:
-        if self._is_nvfp4_format(weight_quant) and (input_quant is None or self._is_nvfp4_format(input_quant)):
-            scheme = compressed_tensors_scheme(input_quant, layer_name)
-            if scheme is not None:
-                return scheme
-        elif self._is_mxfp8(weight_quant):
-            scheme = compressed_tensors_mxfp8_scheme(layer_name)
+        weights = _format(weight_quant)
+        if weights is MXFP8 or (weights is NVFP4 and (input_quant is None or _format(input_quant) is NVFP4)):
+            scheme = compressed_tensors_scheme(weights, input_quant, layer_name or "")
             if scheme is not None:
                 return scheme
         return super()._get_scheme_from_parts(weight_quant, input_quant, output_quant, format, layer_name)
+
+
+def _format(args: QuantizationArgs | None) -> BlockFormat | None:
+    """Return our number format for compressed-tensors' description of a quantization; None for other ones."""
+    if args is not None and CompressedTensorsConfig._is_nvfp4_format(args):
+        return NVFP4
+    return MXFP8 if args is not None and CompressedTensorsConfig._is_mxfp8(args) else None
 
 
 def _name_of_head(layer: torch.nn.Module, prefix: str) -> str:
@@ -203,9 +196,7 @@ def _config_class(config: dict[str, Any]) -> type[QuantizationConfig] | None:
     """Return our class for a quantization_config; None if it has no NVFP4 and MXFP8 layers."""
     if config.get("quant_method") == "compressed-tensors":
         groups = (group.get("weights") for group in config.get("config_groups", {}).values())
-        weights = [QuantizationArgs.model_validate(group) for group in groups if group]
-        kind = CompressedTensorsConfig
-        ours = any(kind._is_nvfp4_format(args) or kind._is_mxfp8(args) for args in weights)
+        ours = any(_format(QuantizationArgs.model_validate(group)) for group in groups if group)
         return ThunderCompressedTensorsConfig if ours else None
     if config.get("quant_method") == "mxfp8":  # MiniMax's name of ModelOpt's form
         return ThunderModelOptMxFp8Config

@@ -144,19 +144,18 @@ class ThunderExperts(mk.FusedMoEExpertsModular):  # type: ignore[misc]
         """Return (E, T, 2I, H, A)."""
         return w1.shape[0], a1.shape[0], w1.shape[1], a1.shape[-1], topk_ids.shape[1]
 
-    def take_weights(self, layer: Any, gate_up_layout: str, down_layout: str, format: BlockFormat = NVFP4) -> None:
+    def take_weights(self, layer: Any, layouts: dict[str, str], format: BlockFormat) -> None:
         """Use the parameters of vLLM's RoutedExperts as weights.
 
         They are looked up at each call, because offloading and reloading replace their memory, and EPLB the experts.
 
         Args:
             layer: with w13_ and w2_ weight, weight_scale and, in NVFP4, weight_scale_2; gate's rows first, then up's.
-            gate_up_layout: of w13.
-            down_layout: of w2.
+            layouts: of "w13" and "w2".
             format: of both.
         """
         self._format, self._fields, self._kind = format, FIELDS[format], WEIGHTS[format.name]
-        self._layer, self._layouts = layer, {"w13": gate_up_layout, "w2": down_layout}
+        self._layer, self._layouts = layer, layouts
         self._made: dict[str, tuple[tuple[int, ...], PackedWeight]] = {}
 
     @property

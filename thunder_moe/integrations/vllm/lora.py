@@ -41,12 +41,7 @@ from thunder_moe.routing import gather_rows, scale_of_rows
 # slot and sorted: 8 tokens 97 and 162, 128 tokens 210 and 280, 512 tokens 383 and 347 (one adapter: 400 and 318).
 _PER_SLOT_ROWS = 2048
 
-__all__ = ["ThunderLoRAExperts", "adapters_unsupported_reason", "experts_class"]
-
-
-def experts_class(moe_config: FusedMoEConfig) -> type[ThunderExperts]:
-    """Return the experts class for a layer."""
-    return ThunderLoRAExperts if moe_config.is_lora_enabled else ThunderExperts
+__all__ = ["ThunderLoRAExperts", "adapters_unsupported_reason"]
 
 
 def adapters_unsupported_reason(moe_config: FusedMoEConfig) -> str | None:
