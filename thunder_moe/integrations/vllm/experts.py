@@ -6,6 +6,7 @@ Legend: T tokens, A = top_k, M = T * A rows, E experts of this rank, H hidden_si
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, cast
 
 import torch
@@ -25,13 +26,15 @@ from thunder_moe.integrations.vllm.expert_map import local_ids
 from thunder_moe.kernels.cuda import backend as cuda
 from thunder_moe.kernels.experts import ExpertsCall
 from thunder_moe.kernels.select import runs_on_cuda, select
+from thunder_moe.ops import activation as _activation  # noqa: F401  (registers the operator)
+from thunder_moe.ops import grouped_linear  # noqa: F401  (registers grouped_bias)
 from thunder_moe.ops.checks import ACTIVATION_DTYPES
 from thunder_moe.ops.experts import moe_experts
 from thunder_moe.ops.grouped_mm import operands
 from thunder_moe.ops.operator import op_name_for
 from thunder_moe.routing import gather_rows
 
-__all__ = ["FIELDS", "FUSED_ACTIVATIONS", "SWIGLUOAI_FORM", "ThunderExperts", "grouped_operator", "unsupported_reason"]
+__all__ = ["FIELDS", "FUSED_ACTIVATIONS", "SWIGLUOAI_FORM", "ThunderExperts", "unsupported_reason"]
 
 # The names of vLLM's parameters behind "w13_" and "w2_", in the order of `BlockFormat.fields`.
 FIELDS = {NVFP4: ("weight", "weight_scale", "weight_scale_2"), MXFP8: ("weight", "weight_scale")}
@@ -43,13 +46,6 @@ _SEPARATE_ACTIVATIONS = (MoEActivation.GELU, MoEActivation.GELU_TANH)  # vLLM's 
 SWIGLUOAI_FORM = SwiGLUConfig(alpha=1.702, limit=7.0, up_shift=1.0)  # vLLM's own kernels compute this for every config
 # From 10.0 on vLLM has kernels with 4-bit activations; those GPUs have tensor cores for them.
 _CAPABILITIES = ((8, 0), (10, 0))
-
-
-def grouped_operator(name: str, rows: Tensor, weight: PackedWeight, offsets: Tensor, *more: Any) -> Tensor:
-    """Run an operator on rows (M, K): the one of this NVFP4 name, or its counterpart for the weight's number format."""
-    operator = getattr(torch.ops.thunder_moe, op_name_for(name, weight.format))
-    out: Tensor = operator(rows, *operands(weight), offsets, *more, layout=weight.layout)
-    return out
 
 
 def unsupported_reason(moe_config: FusedMoEConfig, experts: Any = None, format: BlockFormat = NVFP4) -> str | None:
@@ -188,10 +184,9 @@ class ThunderExperts(mk.FusedMoEExpertsModular):  # type: ignore[misc]
         return known[1]
 
     def apply(
-        self, output: Tensor, hidden_states: Tensor, w1: Tensor, w2: Tensor, topk_weights: Tensor, topk_ids: Tensor,
-        activation: MoEActivation, global_num_experts: int, expert_map: Tensor | None, a1q_scale: Tensor | None,
-        a2_scale: Tensor | None, workspace13: Tensor, workspace2: Tensor, expert_tokens_meta: Any,
-        apply_router_weight_on_input: bool,
+        self, output: Tensor, hidden_states: Tensor, w1: Tensor, topk_weights: Tensor, topk_ids: Tensor,
+        activation: MoEActivation, global_num_experts: int, expert_map: Tensor | None,
+        apply_router_weight_on_input: bool, **unused: Any,
     ) -> None:  # fmt: skip
         """Writes the weighted sum (T, H) of the experts of this rank into `output`.
 
@@ -199,33 +194,33 @@ class ThunderExperts(mk.FusedMoEExpertsModular):  # type: ignore[misc]
             output: (T, H).
             hidden_states: (T, H); with apply_router_weight_on_input multiplied by the weights already.
             w1: only its shape is used; `take_weights` has the weights.
-            w2: unused.
             topk_weights: (T, A).
             topk_ids: (T, A), physical experts of all ranks, or -1 for none.
             activation: of the layer.
             global_num_experts: of all ranks.
             expert_map: (experts of all ranks,) -> experts of this rank, -1 for experts of others; None for one rank.
-            a1q_scale: unused, because activations stay in 16 bits.
-            a2_scale: unused.
-            workspace13: unused, see `workspace_shapes`.
-            workspace2: unused.
-            expert_tokens_meta: unused.
             apply_router_weight_on_input: True for Llama 4's layers.
+            **unused: scales of activations, which stay in 16 bits, w2, workspaces and counts of tokens.
         """
         ids = local_ids(topk_ids, expert_map)
         weights = torch.ones_like(topk_weights) if apply_router_weight_on_input else topk_weights
+        ranks = 1 if expert_map is None else round(global_num_experts / w1.shape[0])
+        self._run_into(output, hidden_states, ids, weights, activation, ranks)
+
+    def _run_into(
+        self, output: Tensor, hidden_states: Tensor, ids: Tensor, weights: Tensor, activation: MoEActivation, ranks: int
+    ) -> None:
+        """Run like `run`, with the result in `output`; `ranks` share all experts."""
         # is_cuda comes first: on a CPU vLLM compiles this, and `select` cannot be traced.
         if (
             hidden_states.is_cuda
             and activation in FUSED_ACTIVATIONS
             and select(hidden_states.device, format=self._format.name) is cuda
         ):
-            ranks = 1 if expert_map is None else round(global_num_experts / w1.shape[0])
-            biases, form = self.biases, self._swiglu_config(activation)
+            form = self._swiglu_config(activation)
             call = ExpertsCall(
-                hidden_states, ids, weights, self.gate_up, self.down, biases.get("gate_up_bias"),
-                biases.get("down_bias"), form=form, expert_ranks=ranks,
-            )  # fmt: skip
+                hidden_states, ids, weights, self.gate_up, self.down, **self.biases, form=form, expert_ranks=ranks
+            )
             cuda.moe_experts(call, out=output)
         else:
             output.copy_(self.run(hidden_states, ids, weights, activation))
@@ -240,22 +235,42 @@ class ThunderExperts(mk.FusedMoEExpertsModular):  # type: ignore[misc]
             activation: of the layer.
         """
         if activation not in FUSED_ACTIVATIONS:
-            return self._run_unfused(hidden_states, ids, weights, activation)
-        form = self._swiglu_config(activation)
-        options: dict[str, Any] = dict(alpha=form.alpha, limit=form.limit, up_shift=form.up_shift)
-        options |= self.biases
+            return self._run_by_steps(hidden_states, ids, weights, activation)
+        options: dict[str, Any] = self._form(activation) | self.biases
         return moe_experts(hidden_states, ids, weights, self.gate_up, self.down, **options)
 
-    def _run_unfused(self, hidden_states: Tensor, ids: Tensor, weights: Tensor, activation: MoEActivation) -> Tensor:
-        """Return the weighted sums like `run`, with vLLM's activation between the two GEMMs."""
-        ops = torch.ops.thunder_moe
-        row_slot, offsets, slot_row = ops.moe_route(ids, self.gate_up.shape[0])
+    def _run_by_steps(
+        self, hidden_states: Tensor, ids: Tensor, weights: Tensor, activation: MoEActivation,
+        adapters: Callable[[Tensor, Tensor], Any] | None = None,
+    ) -> Tensor:  # fmt: skip
+        """Return the weighted sums like `run`, with an operator for each step.
+
+        `adapters` makes an object with `add_to_rows` and `add_to_tokens` from row_slot (M,) and slot_row (T, A)."""
+        ops, first, second, biases = torch.ops.thunder_moe, self.gate_up, self.down, self.biases
+        row_slot, offsets, slot_row = ops.moe_route(ids, first.shape[0])
+        added = None if adapters is None else adapters(row_slot, slot_row)
         rows = gather_rows(hidden_states, row_slot)  # [M, H]
-        first, second = self.gate_up, self.down
-        rows = grouped_operator("f16a_nvfp4weight_scaled_grouped_mm", rows, first, offsets)
-        gated = rows.new_empty(rows.shape[0], rows.shape[1] // 2)  # [M, I]
-        self.activation(activation, gated, rows)
-        return grouped_operator("f16a_nvfp4weight_grouped_mm_combine", gated, second, offsets, slot_row, weights)
+        gate_up = _multiply("f16a_nvfp4weight_scaled_grouped_mm", rows, first, offsets)  # [M, 2I]
+        del rows
+        if biases:
+            gate_up = ops.grouped_bias(gate_up, offsets, biases["gate_up_bias"])
+        if added is not None:
+            added.add_to_rows(gate_up, hidden_states)
+        if activation in FUSED_ACTIVATIONS:
+            gated = ops.scaled_activation(gate_up, None, offsets, **self._form(activation))  # [M, I]
+        else:
+            gated = gate_up.new_empty(gate_up.shape[0], gate_up.shape[1] // 2)
+            self.activation(activation, gated, gate_up)  # vLLM's
+        del gate_up
+        more = slot_row, weights, biases.get("down_bias")
+        out = _multiply("f16a_nvfp4weight_grouped_mm_combine", gated, second, offsets, *more)
+        if added is not None:
+            added.add_to_tokens(out, gated)
+        return out
+
+    def _form(self, activation: MoEActivation) -> dict[str, Any]:
+        form = self._swiglu_config(activation)
+        return dict(alpha=form.alpha, limit=form.limit, up_shift=form.up_shift)
 
     def _swiglu_config(self, activation: MoEActivation) -> SwiGLUConfig:
         """Return the activation for our kernels, with the clamp of the model's config."""
@@ -267,3 +282,10 @@ class ThunderExperts(mk.FusedMoEExpertsModular):  # type: ignore[misc]
         if config.clamp_limit is None:
             raise ValueError(f"swiglu_limit: got None for activation {activation.value!r}, wanted a number")
         return SwiGLUConfig(config.alpha, config.clamp_limit, config.beta)
+
+
+def _multiply(name: str, rows: Tensor, weight: PackedWeight, offsets: Tensor, *more: Any) -> Tensor:
+    """Run an operator on rows (M, K): the one of this NVFP4 name, or its counterpart for the weight's number format."""
+    operator = getattr(torch.ops.thunder_moe, op_name_for(name, weight.format))
+    out: Tensor = operator(rows, *operands(weight), offsets, *more, layout=weight.layout)
+    return out
