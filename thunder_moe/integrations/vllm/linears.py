@@ -19,6 +19,8 @@ from vllm.model_executor.layers.quantization.compressed_tensors.schemes import (
     CompressedTensorsW8A8Mxfp8,
 )
 from vllm.model_executor.layers.quantization.modelopt import (
+    SCHEME_FOR,
+    CkptCtx,
     ModelOptLinearMethod,
     Role,
     RuntimeDtypes,
@@ -26,7 +28,6 @@ from vllm.model_executor.layers.quantization.modelopt import (
     select_linear_kernel,
 )
 from vllm.model_executor.layers.quantization.utils.quant_utils import kMxfp8Static, kNvfp4Static
-from vllm.model_executor.parameter import GroupQuantScaleParameter, ModelWeightParameter
 from vllm.platforms import current_platform
 
 from thunder_moe.formats.block_format import MXFP8, NVFP4, BlockFormat
@@ -143,7 +144,7 @@ class _Dense:
             scales = scales.repeat_interleave(widths, output_size=layer.weight.shape[0])[None]
         return (scales.contiguous(),)
 
-    def multiply(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
+    def multiply(self, layer: Any, x: Tensor, bias: Tensor | None) -> Tensor:
         """Multiply x (..., K) by the weight -> (..., N)."""
         scales = [layer.weight_scale] if self._format is MXFP8 else [layer.weight_scale, layer.weight_scale_2]
         operator = getattr(torch.ops.thunder_moe, self._operator)
@@ -221,7 +222,24 @@ class ModelOptThunderMxFp8LinearMethod(_MxFp8Dense, ModelOptThunderLinearMethod)
     """The method for ModelOpt's checkpoints in MXFP8."""
 
 
-class ThunderNvfp4Scheme(_Dense, CompressedTensorsW4A4Fp4):  # type: ignore[misc]
+class _Scheme(_Dense):
+    """The base of the schemes for compressed-tensors, which vLLM asks for what it asks a method."""
+
+    layer_name: str
+
+    def process_weights_after_loading(self, layer: Any) -> None:
+        if _is_read_by_its_model(layer):
+            raise NotImplementedError(
+                f"{self.layer_name!r}: its model reads the weight itself, which the kernels of thunder_moe reorder;"
+                " name one of vLLM's by --linear-backend, or set THUNDER_MOE_VLLM=0"
+            )
+        self.pack(layer, self.layer_name)
+
+    def apply_weights(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        return self.multiply(layer, x, bias)
+
+
+class ThunderNvfp4Scheme(_Scheme, CompressedTensorsW4A4Fp4):  # type: ignore[misc]
     """The scheme for compressed-tensors in NVFP4, whose global scales encode: their inverse multiplies."""
 
     _fields = ("weight_packed", "weight_scale", "weight_global_scale")
@@ -237,10 +255,6 @@ class ThunderNvfp4Scheme(_Dense, CompressedTensorsW4A4Fp4):  # type: ignore[misc
         super().create_weights(layer, output_partition_sizes, input_size_per_partition, *args, **options)
         mark_unloaded(layer, *self._fields)  # for `pack`
 
-    def process_weights_after_loading(self, layer: Any) -> None:
-        _refuse_read_by_its_model(layer, self.layer_name)
-        self.pack(layer, self.layer_name)
-
     def _global_scales(self, layer: Any, layer_name: str) -> tuple[Tensor, ...]:
         """Give the parameters ModelOpt's names and decode scales."""
         layer.weight = torch.nn.Parameter(layer.weight_packed.data, requires_grad=False)
@@ -250,10 +264,8 @@ class ThunderNvfp4Scheme(_Dense, CompressedTensorsW4A4Fp4):  # type: ignore[misc
                 delattr(layer, name)
         return super()._global_scales(layer, layer_name)
 
-    apply_weights = _Dense.multiply
 
-
-class ThunderMxFp8Scheme(_MxFp8Dense, CompressedTensorsW8A8Mxfp8):  # type: ignore[misc]
+class ThunderMxFp8Scheme(_MxFp8Dense, _Scheme, CompressedTensorsW8A8Mxfp8):  # type: ignore[misc]
     """The scheme for compressed-tensors in MXFP8, which has ModelOpt's names."""
 
     def __init__(self, layer_name: str) -> None:
@@ -264,36 +276,18 @@ class ThunderMxFp8Scheme(_MxFp8Dense, CompressedTensorsW8A8Mxfp8):  # type: igno
         params_dtype: torch.dtype, weight_loader: Any, **options: Any,
     ) -> None:  # fmt: skip
         """Create vLLM's parameters, without a kernel of vLLM."""
+        _check_blocks(self.layer_name, input_size_per_partition, MXFP8)
         layer.logical_widths, layer.params_dtype = output_partition_sizes, params_dtype
-        n, k = sum(output_partition_sizes), input_size_per_partition
-        _check_blocks(self.layer_name, k, MXFP8)
-        layer.output_size_per_partition, layer.input_size_per_partition = n, k
-        for name, kind, width, dtype in (
-            ("weight", ModelWeightParameter, k, MXFP8.code_dtypes[0]),
-            ("weight_scale", GroupQuantScaleParameter, k // MXFP8.block_size, torch.uint8),
-        ):
-            data = torch.empty(n, width, dtype=dtype)
-            layer.register_parameter(name, kind(data=data, input_dim=1, output_dim=0, weight_loader=weight_loader))
+        layer.input_size_per_partition = input_size_per_partition
+        layer.output_size_per_partition = sum(output_partition_sizes)
+        shapes = Shapes(output_partition_sizes, input_size_per_partition, params_dtype)
+        SCHEME_FOR[kMxfp8Static].create_weights(layer, Role.WEIGHT, CkptCtx(), shapes, weight_loader)
         mark_unloaded(layer, *self._fields)  # for `pack`
-
-    def process_weights_after_loading(self, layer: Any) -> None:
-        _refuse_read_by_its_model(layer, self.layer_name)
-        self.pack(layer, self.layer_name)
-
-    apply_weights = _Dense.multiply
 
 
 def _is_read_by_its_model(layer: Any) -> bool:
     """True if the code of a model reads the layer's weight itself, which the model has marked so."""
     return bool(getattr(layer, "_retain_weight_for_gather", False) or getattr(layer, "is_bmm", False))
-
-
-def _refuse_read_by_its_model(layer: Any, layer_name: str) -> None:
-    if _is_read_by_its_model(layer):
-        raise NotImplementedError(
-            f"{layer_name!r}: its model reads the weight itself, which the kernels of thunder_moe reorder; name one of"
-            " vLLM's by --linear-backend, or set THUNDER_MOE_VLLM=0"
-        )
 
 
 class _NoKernel:
