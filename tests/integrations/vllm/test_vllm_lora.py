@@ -17,7 +17,8 @@ from vllm.model_executor.layers.fused_moe.config import FusedMoEParallelConfig
 from vllm.model_executor.layers.fused_moe.experts.lora_context import MoELoRAContext
 
 from thunder_moe.integrations.vllm import lora, methods
-from thunder_moe.integrations.vllm.lora import ThunderLoRAExperts, adapters_unsupported_reason
+from thunder_moe.integrations.vllm.experts import unsupported_reason
+from thunder_moe.integrations.vllm.lora import ThunderLoRAExperts
 
 pytestmark = pytest.mark.usefixtures("groups")
 
@@ -247,8 +248,8 @@ def test_what_is_left_to_vllm(what, said):
     parallel = FusedMoEParallelConfig.make_no_parallel()
     parallel.enable_eplb, parallel.dp_size = what == "EPLB", 2 if what == "data parallelism" else 1
     config = moe_config(parallel, is_lora_enabled=True)
-    assert adapters_unsupported_reason(moe_config(is_lora_enabled=True)) is None
-    assert f"LoRA with {what}" in adapters_unsupported_reason(config)
+    assert unsupported_reason(moe_config(is_lora_enabled=True), ThunderLoRAExperts) is None
+    assert f"LoRA with {what}" in unsupported_reason(config, ThunderLoRAExperts)
     with pytest.raises((NotImplementedError, ValueError)):
         made(config)
     assert "vLLM's own" in said[0]

@@ -52,8 +52,9 @@ def unsupported_reason(moe_config: FusedMoEConfig, experts: Any = None, format: 
     """Return why `ThunderExperts`, or a subclass, does not run the experts of a layer; None if it runs them.
 
     Reasons are devices other than CPUs and CUDA of compute capability 8.0 to 9.0, activations and dtypes without a
-    kernel, sizes that are not whole blocks of scales on each rank, LoRA, batch invariance, padding, untested exchanges
-    of tokens, elastic expert parallelism, and a moe_backend that the user has named.
+    kernel, sizes that are not whole blocks of scales on each rank, LoRA with data parallelism or EPLB, batch
+    invariance, padding, untested exchanges of tokens, elastic expert parallelism, and a moe_backend that the user has
+    named.
     """
     experts = experts or ThunderExperts
     parallel = moe_config.moe_parallel_config
@@ -87,6 +88,11 @@ def unsupported_reason(moe_config: FusedMoEConfig, experts: Any = None, format: 
         return f"--all2all-backend {parallel.all2all_backend} is untested"
     if current_platform.is_cuda() and not runs_on_cuda(torch.device("cuda"), format.name):
         return "the CUDA kernels cannot be compiled, see kernels.cuda.nvrtc"
+    if moe_config.is_lora_enabled and parallel.dp_size > 1:
+        # prepare_tensors of vLLM's LoRAKernelMeta returns early, and the exchange of tokens sends stale adapters.
+        return "LoRA with data parallelism: ranks without adapters in a batch send the others those of an older batch"
+    if moe_config.is_lora_enabled and parallel.enable_eplb:
+        return "LoRA with EPLB: experts would move, and their adapters would not"
     return None
 
 

@@ -27,7 +27,6 @@ import torch
 from torch import Tensor
 from vllm.distributed import tensor_model_parallel_all_gather, tensor_model_parallel_all_reduce
 from vllm.model_executor.layers.fused_moe.activation import MoEActivation
-from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig
 from vllm.model_executor.layers.fused_moe.experts.lora_context import MoELoRAContext
 from vllm.model_executor.layers.fused_moe.experts.lora_experts_mixin import LoRAExpertsMixin
 from vllm.triton_utils import HAS_TRITON
@@ -40,20 +39,7 @@ from thunder_moe.routing import gather_rows, scale_of_rows
 # slot and sorted: 8 tokens 97 and 162, 128 tokens 210 and 280, 512 tokens 383 and 347 (one adapter: 400 and 318).
 _PER_SLOT_ROWS = 2048
 
-__all__ = ["ThunderLoRAExperts", "adapters_unsupported_reason"]
-
-
-def adapters_unsupported_reason(moe_config: FusedMoEConfig) -> str | None:
-    """Return why a layer with --enable-lora cannot run on `ThunderLoRAExperts`; None if it can."""
-    parallel = moe_config.moe_parallel_config
-    if not moe_config.is_lora_enabled:
-        return None
-    if parallel.dp_size > 1:
-        # prepare_tensors of vLLM's LoRAKernelMeta returns early, and the exchange of tokens sends stale adapters.
-        return "LoRA with data parallelism: ranks without adapters in a batch send the others those of an older batch"
-    if parallel.enable_eplb:
-        return "LoRA with EPLB: experts would move, and their adapters would not"
-    return None
+__all__ = ["ThunderLoRAExperts"]
 
 
 @dataclass

@@ -42,7 +42,7 @@ from thunder_moe.integrations.vllm.loading import (
     require_decoded_scales,
     require_loaded,
 )
-from thunder_moe.integrations.vllm.lora import ThunderLoRAExperts, adapters_unsupported_reason
+from thunder_moe.integrations.vllm.lora import ThunderLoRAExperts
 from thunder_moe.kernels.select import lay_out
 
 __all__ = [
@@ -59,7 +59,7 @@ __all__ = [
 
 def modelopt_method(quant_config: ModelOptNvFp4Config, moe_config: FusedMoEConfig) -> FusedMoEMethodBase:
     """Return our method for the experts of a ModelOpt checkpoint in NVFP4, or vLLM's if ours cannot run them."""
-    reason = _unsupported_reason(moe_config, NVFP4)
+    reason = unsupported_reason(moe_config, experts_class(moe_config), NVFP4)
     if reason is None and quant_config.moe_activation_override is not None:
         reason = "4-bit activations are asked for by quantization_config.moe.activation"
     kind = ModelOptThunderMoEMethod if decide("experts", NVFP4, reason) else ModelOptNvFp4FusedMoE
@@ -68,7 +68,7 @@ def modelopt_method(quant_config: ModelOptNvFp4Config, moe_config: FusedMoEConfi
 
 def mxfp8_method(quant_config: ModelOptMxFp8Config, moe_config: FusedMoEConfig) -> FusedMoEMethodBase:
     """Return our method for the experts of a ModelOpt checkpoint in MXFP8, or vLLM's if ours cannot run them."""
-    ours = decide("experts", MXFP8, _unsupported_reason(moe_config, MXFP8))
+    ours = decide("experts", MXFP8, unsupported_reason(moe_config, experts_class(moe_config), MXFP8))
     kind = ModelOptThunderMxFp8MoEMethod if ours else ModelOptMxFp8FusedMoE
     return kind(quant_config=quant_config, moe_config=moe_config)
 
@@ -83,7 +83,7 @@ def compressed_tensors_method(
         moe_config: vLLM's, of the layer.
         reason: why our method cannot load the checkpoint; None if it can.
     """
-    if not decide("experts", format, reason or _unsupported_reason(moe_config, format)):
+    if not decide("experts", format, reason or unsupported_reason(moe_config, experts_class(moe_config), format)):
         return None
     kind = CompressedTensorsThunderMoEMethod if format is NVFP4 else CompressedTensorsThunderMxFp8MoEMethod
     return kind(moe_config)
@@ -94,11 +94,6 @@ def experts_class(moe_config: FusedMoEConfig) -> type[ThunderExperts]:
     if moe_config.moe_parallel_config.use_batched_activation_format:
         return ThunderBatchedExperts
     return ThunderLoRAExperts if moe_config.is_lora_enabled else ThunderExperts
-
-
-def _unsupported_reason(moe_config: FusedMoEConfig, format: BlockFormat) -> str | None:
-    reason = unsupported_reason(moe_config, experts_class(moe_config), format)
-    return adapters_unsupported_reason(moe_config) if reason is None else reason
 
 
 class _ThunderMethod(FusedMoEMethodBase):  # type: ignore[misc]
