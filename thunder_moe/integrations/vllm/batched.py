@@ -53,7 +53,7 @@ class ThunderBatchedExperts(ThunderExperts):
         """Return (E, R, 2I, H, A)."""
         return w1.shape[0], a1.shape[1], w1.shape[1], a1.shape[2], topk_ids.shape[1]
 
-    def apply(
+    def apply(  # type: ignore[override]  # vLLM calls it with names
         self, output: Tensor, hidden_states: Tensor, activation: MoEActivation, expert_tokens_meta: Any, **unused: Any
     ) -> None:
         """Run like `ThunderExperts.apply`, (E, R, H) into (E, R, H); `expert_tokens_meta` has the rows in use."""

@@ -58,7 +58,9 @@ class _ModelOpt:
         return [*dtypes, torch.float32] if current_platform.is_cpu() else dtypes
 
     def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> Any:
-        return modelopt_linear_method(super().get_quant_method(layer, _name_of_head(layer, prefix)))  # type: ignore[misc]
+        if isinstance(layer, ParallelLMHead):  # some models of vLLM give their head no name
+            prefix = prefix or "lm_head"
+        return modelopt_linear_method(super().get_quant_method(layer, prefix))  # type: ignore[misc]
 
 
 class ThunderModelOptNvFp4Config(_ModelOpt, ModelOptNvFp4Config):  # type: ignore[misc]
@@ -121,11 +123,6 @@ def _format(args: QuantizationArgs | None) -> BlockFormat | None:
     if args is not None and CompressedTensorsConfig._is_nvfp4_format(args):
         return NVFP4
     return MXFP8 if args is not None and CompressedTensorsConfig._is_mxfp8(args) else None
-
-
-def _name_of_head(layer: torch.nn.Module, prefix: str) -> str:
-    """Return a layer's name in checkpoints; some models of vLLM give their head none."""
-    return "lm_head" if isinstance(layer, ParallelLMHead) and not prefix else prefix
 
 
 class ThunderQuantizationConfig(ModelOptQuantConfigBase):  # type: ignore[misc]

@@ -171,7 +171,7 @@ class ThunderExperts(mk.FusedMoEExpertsModular):  # type: ignore[misc]
         return self._weight("w2")
 
     @property
-    def biases(self) -> dict[str, Tensor]:
+    def biases(self) -> dict[str, Any]:
         """Return gate_up_bias (E, 2I) and down_bias (E, H); empty for models without biases."""
         if not self.moe_config.has_bias:
             return {}
