@@ -216,7 +216,7 @@ class ThunderExperts(mk.FusedMoEExpertsModular):  # type: ignore[misc]
     def _run_into(
         self, output: Tensor, hidden_states: Tensor, ids: Tensor, weights: Tensor, activation: MoEActivation, ranks: int
     ) -> None:
-        """Run like `run`, with the result in `output`; `ranks` share all experts."""
+        """Writes what `run` returns into `output`; `ranks` is the number of ranks that share all experts."""
         # is_cuda comes first: on a CPU vLLM compiles this, and `select` cannot be traced.
         if (
             hidden_states.is_cuda
@@ -242,7 +242,7 @@ class ThunderExperts(mk.FusedMoEExpertsModular):  # type: ignore[misc]
         """
         if activation not in FUSED_ACTIVATIONS:
             return self._run_by_steps(hidden_states, ids, weights, activation)
-        options: dict[str, Any] = self._form(activation) | self.biases
+        options: dict[str, Any] = self._swiglu_options(activation) | self.biases
         return moe_experts(hidden_states, ids, weights, self.gate_up, self.down, **options)
 
     def _run_by_steps(
@@ -263,7 +263,7 @@ class ThunderExperts(mk.FusedMoEExpertsModular):  # type: ignore[misc]
         if added is not None:
             added.add_to_rows(gate_up, hidden_states)
         if activation in FUSED_ACTIVATIONS:
-            gated = ops.scaled_activation(gate_up, None, offsets, **self._form(activation))  # [M, I]
+            gated = ops.scaled_activation(gate_up, None, offsets, **self._swiglu_options(activation))  # [M, I]
         else:
             gated = gate_up.new_empty(gate_up.shape[0], gate_up.shape[1] // 2)
             self.activation(activation, gated, gate_up)  # vLLM's
@@ -274,7 +274,7 @@ class ThunderExperts(mk.FusedMoEExpertsModular):  # type: ignore[misc]
             added.add_to_tokens(out, gated)
         return out
 
-    def _form(self, activation: MoEActivation) -> dict[str, Any]:
+    def _swiglu_options(self, activation: MoEActivation) -> dict[str, Any]:
         form = self._swiglu_config(activation)
         return dict(alpha=form.alpha, limit=form.limit, up_shift=form.up_shift)
 

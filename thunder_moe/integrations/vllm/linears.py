@@ -153,7 +153,7 @@ class _Dense:
 
 
 class _MxFp8Dense(_Dense):
-    """The same for MXFP8, without a global scale."""
+    """`_Dense` in MXFP8, which has no global scale."""
 
     _format = MXFP8
     _fields = FIELDS[MXFP8]
