@@ -44,7 +44,11 @@ __all__ = [
 
 NAME = "thunder_moe"
 # Models of vLLM that `Thunder...` of these modules extends by a reader of fused experts.
-MODELS = {"GptOssForCausalLM": "gpt_oss", "Llama4ForCausalLM": "llama4"}
+MODELS = {
+    "GptOssForCausalLM": "gpt_oss",
+    "Llama4ForCausalLM": "llama4",
+    "Llama4ForConditionalGeneration": "llama4_images",
+}
 
 logger = init_logger("vllm.thunder_moe")
 
