@@ -41,3 +41,13 @@ def groups(tmp_path_factory):
         initialize_model_parallel()
         yield
     cleanup_dist_env_and_memory()
+
+
+@pytest.fixture
+def said(monkeypatch):
+    """What the plugin warns of beside a layer."""
+    from thunder_moe.integrations.vllm import graphs
+
+    lines = []
+    monkeypatch.setattr(graphs.logger, "warning_once", lambda *args: lines.append(args[0] % args[1:]))
+    return lines

@@ -13,6 +13,8 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 
+from thunder_moe.nvfp4 import quantize
+
 Tensors = dict[str, torch.Tensor]
 
 
@@ -77,6 +79,27 @@ def nvfp4(tensors: Tensors, config: dict) -> Tensors:
         "dynamic": False, "num_bits": 4, "type": "float", "group_size": 16,
     }  # fmt: skip
     return tensors | {f"{module}.input_scale": torch.tensor(0.01) for module in _modules(tensors)}
+
+
+def fused(tensors: Tensors, config: dict) -> Tensors:
+    """ModelOpt's own NVFP4 of Llama 4: a projection's experts in one tensor, K before N, with one global scale.
+
+    Their weights are new ones, since the experts of the source have a global scale each."""
+    nvfp4({}, config)
+    packed = {name: tensor for name, tensor in tensors.items() if not re.search(r"\.experts\.\d", name)}
+    generator = torch.Generator().manual_seed(4)
+    for name in tensors:
+        if match := re.fullmatch(r"(.*\.experts)\.0\.down_proj\.weight", name):
+            experts = sum(bool(re.fullmatch(rf"{match[1]}\.\d+\.down_proj\.weight", other)) for other in tensors)
+            h, i = tensors[name].shape[0], 2 * tensors[name].shape[1]
+            for projection, n, k in (("gate_up_proj", 2 * i, h), ("down_proj", h, i)):
+                weight = quantize(torch.empty(1, experts * n, k).normal_(0, k**-0.5, generator=generator))
+                path = f"{match[1]}.{projection}"
+                packed[path] = weight.qdata.view(experts, n, -1).mT.contiguous()
+                packed[f"{path}_weight_scale"] = weight.scale.view(experts, n, -1).mT.contiguous()
+                packed[f"{path}_weight_scale_2"] = weight.global_scale[0].clone()
+                packed[f"{path}_input_scale"] = torch.tensor(0.01)
+    return packed
 
 
 def mixed(tensors: Tensors, config: dict) -> Tensors:

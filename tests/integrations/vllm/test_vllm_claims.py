@@ -171,3 +171,18 @@ def test_model_class_of_gpt_oss(asked, kind, said):
     assert get_model_architecture(config)[0].__name__ == kind
     assert config.architecture == "GptOssForCausalLM"  # vLLM's settings for it
     assert [line.endswith("which leaves out the biases of GPT-OSS's experts.") for line in said] == [True] * bool(asked)
+
+
+def test_model_class_of_llama4():
+    config = model_config(CHECKPOINTS / "modelopt_llama4")
+    assert get_model_architecture(config)[0].__name__ == "ThunderLlama4ForCausalLM"
+
+
+def test_model_class_of_llama4_with_images():
+    """vLLM's own needs torchvision, and mixes up block scales of fused experts on several ranks."""
+    quantization = json.loads((CHECKPOINTS / "modelopt_llama4" / "config.json").read_text())["quantization_config"]
+    config = SimpleNamespace(architectures=["Llama4ForConditionalGeneration"])
+    assert get_quantization_config("thunder_moe").override_quantization_method(quantization, None, config)
+    (name,) = config.architectures
+    assert name == "ThunderLlama4ForConditionalGeneration"
+    assert name in ModelRegistry.models

@@ -76,23 +76,31 @@ def quant_config(algo="W4A16_NVFP4"):
     return ThunderModelOptNvFp4Config(algo, is_checkpoint_nvfp4_serialized=True)
 
 
-class Layer(torch.nn.Module):
-    """As much of vLLM's RoutedExperts as a method needs, with random weights; up's global scale is not gate's."""
+class EmptyLayer(torch.nn.Module):
+    """As much of vLLM's RoutedExperts as a method needs, before anything is loaded."""
 
     def __init__(self, config, method, experts=E):
         super().__init__()
         self.layer_name, self.expert_map = "model.layers.0.mlp.experts", None
         self.activation, self.global_num_experts = config.activation, config.num_experts
         self.apply_router_weight_on_input = False
-        self.swiglu_limit, self.swiglu_alpha, self.swiglu_beta = (
-            config.swiglu_limit,
-            config.swiglu_alpha,
-            config.swiglu_beta,
-        )
+        self.hidden_size, self.intermediate_size_per_partition = H, I
+        for name in ("swiglu_limit", "swiglu_alpha", "swiglu_beta"):
+            setattr(self, name, getattr(config, name))
         method.create_weights(
             layer=self, num_experts=experts, hidden_size=H, intermediate_size_per_partition=I,
             params_dtype=config.in_dtype, weight_loader=None, global_num_experts=config.num_experts,
         )  # fmt: skip
+
+    def _expert_routing_tables(self):
+        return None
+
+
+class Layer(EmptyLayer):
+    """With random weights; up's global scale is not gate's."""
+
+    def __init__(self, config, method, experts=E):
+        super().__init__(config, method, experts)
         gate, up, down = (
             quantize(torch.randn(experts, *shape) * factor) for *shape, factor in ((I, H, 1), (I, H, 3), (H, I, 1))
         )
@@ -106,8 +114,10 @@ class Layer(torch.nn.Module):
         self.w2_weight_scale_2.data.copy_(down.global_scale)
         self.weights = _decoded(self)
 
-    def _expert_routing_tables(self):
-        return None
+    def give_one_scale(self):
+        self.w13_weight_scale_2.data[:, 1] = self.w13_weight_scale_2.data[:, 0]
+        self.weights = _decoded(self)
+        return self
 
 
 def _decoded(layer):
@@ -119,13 +129,30 @@ def _decoded(layer):
     )
 
 
-def made(config, experts=E):
-    """(method, layer) with the weights processed."""
+def loaded(config=None, experts=E, kind=Layer):
+    """(method, layer) with the weights loaded."""
+    config = config or moe_config()
     method = methods.modelopt_method(quant_config(), config)
     assert isinstance(method, methods.ModelOptThunderMoEMethod)
-    layer = Layer(config, method, experts)
+    return method, kind(config, method, experts)
+
+
+def made(config=None, experts=E):
+    """(method, layer) with the weights processed."""
+    method, layer = loaded(config, experts)
     method.process_weights_after_loading(layer)
     return method, layer
+
+
+def gelu_experts(hidden, ids, weights, gate_up, down, approximate="none"):
+    """float32 (T, H), token by token."""
+    out = torch.zeros(hidden.shape)
+    for token, (chosen, shares) in enumerate(zip(ids.tolist(), weights, strict=True)):
+        for expert, weight in zip(chosen, shares, strict=True):
+            if expert >= 0:
+                gate, up = (gate_up[expert] @ hidden[token].float()).chunk(2)
+                out[token] += weight * (down[expert] @ (F.gelu(gate, approximate=approximate) * up))
+    return out
 
 
 def inputs(dtype=torch.float32, top_k=A, experts=E):
@@ -150,29 +177,14 @@ def test_experts(dtype):
 
 
 def test_equal_scales_of_gate_and_up_are_one_per_expert():
-    config = moe_config()
-    method = methods.modelopt_method(quant_config(), config)
-    layer = Layer(config, method)
-    layer.w13_weight_scale_2.data[:, 1] = layer.w13_weight_scale_2.data[:, 0]
+    method, layer = loaded()
+    layer.give_one_scale()
     method.process_weights_after_loading(layer)
     assert layer.w13_weight_scale_2.shape == (E,)
 
 
-class MxFp8Layer(torch.nn.Module):
+class MxFp8Layer(EmptyLayer):
     """`Layer` in MXFP8."""
-
-    _expert_routing_tables = Layer._expert_routing_tables
-
-    def __init__(self, config, method):
-        super().__init__()
-        self.layer_name, self.expert_map = "model.layers.0.mlp.experts", None
-        self.activation, self.global_num_experts = config.activation, config.num_experts
-        self.apply_router_weight_on_input = False
-        self.hidden_size, self.intermediate_size_per_partition = H, I
-        method.create_weights(
-            layer=self, num_experts=E, hidden_size=H, intermediate_size_per_partition=I,
-            params_dtype=config.in_dtype, weight_loader=None,
-        )  # fmt: skip
 
     def fill(self):
         self.weights = []
@@ -200,15 +212,8 @@ class TestMxFp8:
         hidden, ids, weights = inputs(dtype)
         ids[1, 0] = -1
         out = run(method, layer, hidden, ids, weights)
-        if activation is MoEActivation.SILU:
-            expected = moe_experts(hidden, ids, weights, *layer.weights)
-        else:
-            expected = torch.zeros(T, H)
-            for token, (chosen, shares) in enumerate(zip(ids.tolist(), weights, strict=True)):
-                for expert, weight in zip(chosen, shares, strict=True):
-                    if expert >= 0:
-                        gate, up = (layer.weights[0][expert] @ hidden[token].float()).chunk(2)
-                        expected[token] += weight * (layer.weights[1][expert] @ (F.gelu(gate) * up))
+        oracle = moe_experts if activation is MoEActivation.SILU else gelu_experts
+        expected = oracle(hidden, ids, weights, *layer.weights)
         assert out.dtype == dtype
         assert relative_error(out, expected) < TOLERANCE[dtype]
 
@@ -231,9 +236,7 @@ class TestMxFp8:
         ("changes", "reason"),
         [(dict(intermediate_size=48), "no multiple of 32"), (dict(moe_backend="marlin"), "marlin was asked for")],
     )
-    def test_refusals(self, changes, reason, monkeypatch):
-        said = []
-        monkeypatch.setattr(methods.logger, "warning_once", lambda *args: said.append(args[0] % args[1:]))
+    def test_refusals(self, changes, reason, monkeypatch, said):
         monkeypatch.setattr(ModelOptMxFp8FusedMoE, "__init__", lambda self, **_: None)
         assert type(methods.mxfp8_method(self.CONFIG, moe_config(**changes))) is ModelOptMxFp8FusedMoE
         assert "MXFP8 experts do not run" in said[0]
@@ -292,11 +295,9 @@ class TestCompressedTensors:
         assert type(of_mxfp8) is methods.CompressedTensorsThunderMxFp8MoEMethod
 
     @pytest.mark.parametrize("format", ["nvfp4", "mxfp8"])
-    def test_loaders_that_know_classes_by_name(self, format, monkeypatch):
+    def test_loaders_that_know_classes_by_name(self, format, monkeypatch, said):
         """GPT-OSS: in a method of another name the loader would transpose what is packed."""
-        said = []
-        monkeypatch.setattr(methods.logger, "warning_once", lambda *args: said.append(args[0] % args[1:]))
-        monkeypatch.setattr(methods.CompressedTensorsNvfp4MoEMethod, "__init__", lambda *args, **_: None)
+        monkeypatch.setattr(methods.CompressedTensorsW4A4Nvfp4MoEMethod, "__init__", lambda *args, **_: None)
         name = "compressed_tensors_qwen3_moe" if format == "nvfp4" else "compressed_tensors_mxfp8_qwen3_moe"
         assert "Thunder" not in type(self.method(name, GptOssRoutedExperts)).__name__
         (line,) = said
@@ -354,8 +355,7 @@ def test_biases_and_rows_in_turns(format, rank):
     parallel.tp_size, parallel.tp_rank = 2, rank
     config = moe_config(parallel, activation=MoEActivation.SWIGLUOAI, has_bias=True, intermediate_size=2 * I)
     if format == "nvfp4":
-        method = methods.modelopt_method(quant_config(), config)
-        layer = Layer(config, method)
+        method, layer = loaded(config)
     else:
         method = methods.mxfp8_method(TestMxFp8.CONFIG, config)
         layer = MxFp8Layer(config, method).fill()
@@ -383,12 +383,7 @@ def test_gelu(activation, approximate):
     method, layer = made(moe_config(activation=MoEActivation[activation]))
     hidden, ids, weights = inputs()
     ids[1, 0] = -1
-    expected = torch.zeros(T, H)
-    for token in range(T):
-        for expert, weight in zip(ids[token].tolist(), weights[token], strict=True):
-            if expert >= 0:
-                gate, up = (layer.weights[0][expert] @ hidden[token]).chunk(2)
-                expected[token] += weight * (layer.weights[1][expert] @ (F.gelu(gate, approximate=approximate) * up))
+    expected = gelu_experts(hidden, ids, weights, *layer.weights, approximate)
     assert relative_error(run(method, layer, hidden, ids, weights), expected) < 1e-5
 
 
@@ -420,17 +415,14 @@ class TestReload:
     """vLLM's layerwise reload of one layer: new parameters are loaded, processed and copied into the first ones."""
 
     @pytest.fixture
-    def loaded(self):
-        """(method, layer, how the parameters were before they were processed)"""
-        return self._loaded(moe_config())
+    def first(self):
+        """(method, layer) with processed weights."""
+        return self._recorded(moe_config())
 
-    def _loaded(self, config):
-        method = methods.modelopt_method(quant_config(), config)
-        layer = _loads(Layer(config, method))
+    def _recorded(self, config):
+        method, layer = loaded(config)
         layer.quant_method = method
-        layer.w13_weight_scale_2.data[:, 1] = layer.w13_weight_scale_2.data[:, 0]
-        layer.weights = _decoded(layer)
-        record_metadata_for_reloading(layer)
+        record_metadata_for_reloading(_loads(layer.give_one_scale()))
         method.process_weights_after_loading(layer)
         return method, layer
 
@@ -442,81 +434,73 @@ class TestReload:
             target.weight_loader(target, parameter.data)
         finalize_layerwise_reload(layer, None)
 
-    def _other(self, same_scales=True):
-        config = moe_config()
-        other = Layer(config, methods.modelopt_method(quant_config(), config))
-        if same_scales:
-            other.w13_weight_scale_2.data[:, 1] = other.w13_weight_scale_2.data[:, 0]
-        other.weights = _decoded(other)
-        return other
-
-    def test_other_weights_in_the_same_memory(self, loaded):
-        method, layer = loaded
+    def test_other_weights_in_the_same_memory(self, first):
+        method, layer = first
         hidden, ids, weights = inputs()
-        first = run(method, layer, hidden, ids, weights)
+        before = run(method, layer, hidden, ids, weights)
         places = {name: parameter.data_ptr() for name, parameter in layer.named_parameters()}
-        other = self._other()
+        other = loaded()[1].give_one_scale()
         expected = moe_experts(hidden, ids, weights, *other.weights)
         self._reload(layer, other)
         assert places == {name: parameter.data_ptr() for name, parameter in layer.named_parameters()}
         out = run(method, layer, hidden, ids, weights)
         assert relative_error(out, expected) < 1e-5
-        assert relative_error(first, expected) > 0.1
+        assert relative_error(before, expected) > 0.1
         layer.w2_weight_scale_2.data.mul_(2)  # what EPLB writes is seen after a reload, too
         assert torch.equal(run(method, layer, hidden, ids, weights), 2 * out)
 
-    def test_a_part_of_a_layer(self, loaded):
+    def test_a_part_of_a_layer(self, first):
         """vLLM would compute with the uninitialized memory of the rest."""
-        _, layer = loaded
+        _, layer = first
         initialize_layerwise_reload(layer)
-        for name, parameter in self._other().named_parameters():
+        for name, parameter in loaded()[1].give_one_scale().named_parameters():
             if name != "w2_weight":
                 getattr(layer, name).weight_loader(getattr(layer, name), parameter.data)
         with pytest.raises(ValueError, match=r"got \d+ of \d+ elements to load again, wanted all"):
             finalize_layerwise_reload(layer, None)
 
-    def test_scales_of_gate_and_up_that_have_no_place(self, loaded):
-        _, layer = loaded
+    def test_scales_of_gate_and_up_that_have_no_place(self, first):
+        _, layer = first
         with pytest.raises(ValueError, match="global scales of gate and up that differ"):
-            self._reload(layer, self._other(same_scales=False))
+            self._reload(layer, loaded()[1])
 
     def test_with_eplb(self):
         """vLLM would load experts where they were first, though EPLB may have moved them."""
         parallel = FusedMoEParallelConfig.make_no_parallel()
         parallel.enable_eplb = True
-        _, layer = self._loaded(moe_config(parallel))
+        _, layer = self._recorded(moe_config(parallel))
         with pytest.raises(ValueError, match="reload_weights with --enable-eplb"):
             initialize_layerwise_reload(layer)
 
     def test_with_adapters(self):
         """vLLM would keep the old weights: it looks for `base_layer.` in the names of a checkpoint's tensors."""
-        _, layer = self._loaded(moe_config(is_lora_enabled=True))
+        _, layer = self._recorded(moe_config(is_lora_enabled=True))
         with pytest.raises(ValueError, match="reload_weights with --enable-lora"):
             initialize_layerwise_reload(layer)
 
-    def test_a_tensor_that_is_loaded_where_it_is(self, loaded):
+    def test_a_tensor_that_is_loaded_where_it_is(self, first):
         """The bias in a router's choice (DeepSeek-V3), which vLLM does not count, is no missing part."""
-        method, layer = loaded
+        method, layer = first
         layer.e_score_correction_bias = torch.nn.Parameter(torch.ones(E), requires_grad=False)
-        other = self._other()
+        other = loaded()[1].give_one_scale()
         self._reload(layer, other)
         hidden, ids, weights = inputs()
         expected = moe_experts(hidden, ids, weights, *other.weights)
         assert relative_error(run(method, layer, hidden, ids, weights), expected) < 1e-5
 
-    def test_loading_into_what_was_processed(self, loaded):
-        _, layer = loaded
+    def test_loading_into_what_was_processed(self, first):
+        _, layer = first
         for name, parameter in layer.named_parameters():
             with pytest.raises(RuntimeError, match=f"{name} of 'model.layers.0.mlp.experts' is in the layout"):
                 parameter.weight_loader(parameter, parameter.data)
 
-    def test_other_memory(self, loaded):
+    def test_other_memory(self, first):
         """Offloading gives a parameter other memory after it was processed."""
-        method, layer = loaded
+        method, layer = first
         hidden, ids, weights = inputs()
-        first = run(method, layer, hidden, ids, weights)
+        before = run(method, layer, hidden, ids, weights)
         layer.w2_weight_scale_2.data = 2 * layer.w2_weight_scale_2.data
-        assert torch.equal(run(method, layer, hidden, ids, weights), 2 * first)
+        assert torch.equal(run(method, layer, hidden, ids, weights), 2 * before)
 
 
 @pytest.mark.parametrize(
@@ -532,10 +516,8 @@ class TestReload:
         (dict(hidden_dim=H, hidden_dim_unpadded=48), "padded"),
     ],
 )
-def test_refusals(changes, reason, monkeypatch):
+def test_refusals(changes, reason, said):
     config = moe_config(**changes)
-    said = []
-    monkeypatch.setattr(methods.logger, "warning_once", lambda *args: said.append(args[0] % args[1:]))
     with pytest.raises((NotImplementedError, ValueError)):  # vLLM's own method, which a CPU has no kernels for
         methods.modelopt_method(quant_config(), config)
     (line,) = said
@@ -559,7 +541,7 @@ def test_exchanges(backend):
             moe_config(parallel)
         return
     config = moe_config(parallel)
-    kind = methods._experts_class(config)
+    kind = methods.experts_class(config)
     if backend in OURS:
         assert kind is OURS[backend]
         assert unsupported_reason(config, kind) is None
@@ -590,7 +572,7 @@ def test_blocks_of_rows(rank, monkeypatch):
 
 
 def test_blocks_of_rows_of_other_sizes_are_refused(monkeypatch):
-    method, _ = made(moe_config())
+    method, _ = made()
     monkeypatch.setattr(FusedMoEMethodBase, "maybe_roundup_sizes", lambda self, size, *rest: (2 * size, rest[0]))
     with pytest.raises(ValueError, match="got hidden_size 64, wanted 128"):
         method.maybe_roundup_sizes(H, I, torch.float32, None)
@@ -601,17 +583,10 @@ class TestDamagedCheckpoints:
 
     def broken(self, name, wrong, expert=3, rows=slice(None)):
         """The error for a layer of which an expert has another value; None: what it has before anything is loaded."""
-        config = moe_config()
-        method = methods.modelopt_method(quant_config(), config)
-        layer = Layer(config, method)
+        method, layer = loaded()
         data = getattr(layer, name).data
         if wrong is None:
-            fresh = Layer.__new__(Layer)
-            torch.nn.Module.__init__(fresh)
-            method.create_weights(
-                layer=fresh, num_experts=E, hidden_size=H, intermediate_size_per_partition=I,
-                params_dtype=torch.float32, weight_loader=None, global_num_experts=E,
-            )  # fmt: skip
+            _, fresh = loaded(kind=EmptyLayer)
             bits = torch.int32 if data.dtype == torch.float32 else torch.uint8
             part = (expert, rows) if data.ndim > 1 else expert
             data.view(bits)[part] = getattr(fresh, name).data.view(bits)[part]
@@ -649,9 +624,7 @@ class TestDamagedCheckpoints:
 
     def test_zeros_are_none(self):
         """Blocks of zeros have a scale of zero."""
-        config = moe_config()
-        method = methods.modelopt_method(quant_config(), config)
-        layer = Layer(config, method)
+        method, layer = loaded()
         layer.w13_weight_scale.data[0, 0] = 0
         expected = _decoded(layer)
         method.process_weights_after_loading(layer)
@@ -661,16 +634,15 @@ class TestDamagedCheckpoints:
 
     def test_formats_of_no_checkpoint(self, monkeypatch):
         """vLLM's sharded_state has what the kernels have in memory; "dummy" has random scales, of both signs."""
-        config = moe_config()
-        method = methods.modelopt_method(quant_config(), config)
         for format in ("sharded_state", "runai_streamer_sharded"):
             monkeypatch.setattr(loading, "_load_format", lambda format=format: format)
+            method, layer = loaded()
             with pytest.raises(
                 ValueError, match=f"--load-format {format}: got weights of 'model.layers.0.mlp.experts'"
             ):
-                method.process_weights_after_loading(Layer(config, method))
+                method.process_weights_after_loading(layer)
         monkeypatch.setattr(loading, "_load_format", lambda: "dummy")
-        layer = Layer(config, method)
+        method, layer = loaded()
         layer.w2_weight_scale_2.data.neg_()
         method.process_weights_after_loading(layer)
 
@@ -683,7 +655,7 @@ def test_override_of_activations_is_vllms_own(monkeypatch):
 
 
 def test_kernel_is_vllms_modular_one():
-    method, _ = made(moe_config())
+    method, _ = made()
     assert isinstance(method.moe_kernel, mk.FusedMoEKernel)
     assert not method.is_monolithic
     prepare = maybe_make_prepare_finalize(moe_config(), method.moe_quant_config, None, allow_new_interface=True)

@@ -102,11 +102,10 @@ def test_key_of_compiled_graphs(monkeypatch):
     plugin.register()
     monkeypatch.setattr(graphs, "_choices", set())
     keys = [vllm.envs.compile_factors()[plugin.SWITCH]]
-    linears._decide_and_log(NVFP4)
+    graphs.decide("dense layers", NVFP4, None)
     keys.append(vllm.envs.compile_factors()[plugin.SWITCH])
     graphs._choices.clear()
-    monkeypatch.setattr(linears, "dense_unsupported_reason", lambda format: "of a test")
-    linears._decide_and_log(NVFP4)
+    graphs.decide("dense layers", NVFP4, "of a test")
     keys.append(vllm.envs.compile_factors()[plugin.SWITCH])
     monkeypatch.setattr(thunder_moe, "__version__", "9.9")
     keys.append(vllm.envs.compile_factors()[plugin.SWITCH])

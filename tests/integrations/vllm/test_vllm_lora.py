@@ -11,13 +11,14 @@ import test_vllm_experts
 import torch
 import torch.nn.functional as F
 from oracle import relative_error
-from test_vllm_experts import E, H, I, Layer, MxFp8Layer, T, inputs, made, moe_config, quant_config, run
+from test_vllm_experts import E, H, I, MxFp8Layer, T, inputs, loaded, made, moe_config, run
 from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 from vllm.model_executor.layers.fused_moe.config import FusedMoEParallelConfig
 from vllm.model_executor.layers.fused_moe.experts.lora_context import MoELoRAContext
 
 from thunder_moe.integrations.vllm import lora, methods
-from thunder_moe.integrations.vllm.lora import ThunderLoRAExperts, adapters_unsupported_reason
+from thunder_moe.integrations.vllm.experts import unsupported_reason
+from thunder_moe.integrations.vllm.lora import ThunderLoRAExperts
 
 pytestmark = pytest.mark.usefixtures("groups")
 
@@ -174,8 +175,7 @@ def clamped(gate, up):
 def test_biases_and_rows_in_turns(fused):
     """GPT-OSS: rows of gate and up alternate, those of the B of an adapter of both too."""
     config = moe_config(is_lora_enabled=True, activation=MoEActivation.SWIGLUOAI, has_bias=True)
-    method = methods.modelopt_method(quant_config(), config)
-    layer, biases = Layer(config, method), (torch.randn(E, 2 * I), torch.randn(E, H))
+    (method, layer), biases = loaded(config), (torch.randn(E, 2 * I), torch.randn(E, H))
     turns = torch.arange(2 * I).view(2, I).t().flatten()
     for name in ("w13_weight", "w13_weight_scale"):
         data = getattr(layer, name).data.view(torch.uint8)
@@ -244,14 +244,12 @@ def test_parts_of_adapters_on_each_rank(form, monkeypatch):
 
 
 @pytest.mark.parametrize("what", ["data parallelism", "EPLB"])
-def test_what_is_left_to_vllm(what, monkeypatch):
+def test_what_is_left_to_vllm(what, said):
     parallel = FusedMoEParallelConfig.make_no_parallel()
     parallel.enable_eplb, parallel.dp_size = what == "EPLB", 2 if what == "data parallelism" else 1
     config = moe_config(parallel, is_lora_enabled=True)
-    assert adapters_unsupported_reason(moe_config(is_lora_enabled=True)) is None
-    assert f"LoRA with {what}" in adapters_unsupported_reason(config)
-    said = []
-    monkeypatch.setattr(methods.logger, "warning_once", lambda *args: said.append(args[0] % args[1:]))
+    assert unsupported_reason(moe_config(is_lora_enabled=True), ThunderLoRAExperts) is None
+    assert f"LoRA with {what}" in unsupported_reason(config, ThunderLoRAExperts)
     with pytest.raises((NotImplementedError, ValueError)):
         made(config)
     assert "vLLM's own" in said[0]

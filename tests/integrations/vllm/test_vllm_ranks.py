@@ -7,7 +7,7 @@ import torch
 import torch.multiprocessing as mp
 from cpu_exchange import add_exchange
 from oracle import moe_experts, relative_error
-from test_vllm_experts import A, E, H, Layer, methods, moe_config, quant_config
+from test_vllm_experts import A, E, H, loaded, moe_config
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.distributed import get_ep_group, init_distributed_environment, initialize_model_parallel
 from vllm.distributed.eplb.eplb_communicator import create_eplb_communicator
@@ -51,9 +51,8 @@ def _check(rank, config):
     )  # fmt: skip
     local = PHYSICAL // RANKS
     changes = dict(num_experts=PHYSICAL, num_local_experts=local, num_logical_experts=E)
-    method = methods.modelopt_method(quant_config(), moe_config(own, **changes))
-    every = Layer(moe_config(), methods.modelopt_method(quant_config(), moe_config()))  # the experts of all ranks
-    layer = Layer(moe_config(own, **changes), method, local)
+    _, every = loaded()  # the experts of all ranks
+    method, layer = loaded(moe_config(own, **changes), local)
     places = BEFORE[rank * local : (rank + 1) * local]
     for name, parameter in layer.named_parameters():
         if "input_scale" not in name:

@@ -8,7 +8,6 @@ the registry, for checkpoints that are not claimed. Configurations are pickled, 
 
 from __future__ import annotations
 
-import re
 from typing import Any
 
 import torch
@@ -27,20 +26,13 @@ from vllm.model_executor.layers.quantization.modelopt import (
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.platforms import current_platform
 
+from thunder_moe.formats.block_format import MXFP8, NVFP4, BlockFormat
 from thunder_moe.integrations.vllm.experts import ThunderExperts
-from thunder_moe.integrations.vllm.linears import (
-    compressed_tensors_mxfp8_scheme,
-    compressed_tensors_scheme,
-    modelopt_linear_method,
-)
-from thunder_moe.integrations.vllm.methods import (
-    compressed_tensors_method,
-    compressed_tensors_mxfp8_method,
-    modelopt_method,
-    mxfp8_method,
-)
+from thunder_moe.integrations.vllm.linears import compressed_tensors_scheme, modelopt_linear_method
+from thunder_moe.integrations.vllm.methods import compressed_tensors_method, modelopt_method, mxfp8_method
 
 __all__ = [
+    "MODELS",
     "NAME",
     "ThunderCompressedTensorsConfig",
     "ThunderModelOptMixedPrecisionConfig",
@@ -51,6 +43,12 @@ __all__ = [
 ]
 
 NAME = "thunder_moe"
+# Models of vLLM that `Thunder...` of these modules extends by a reader of fused experts.
+MODELS = {
+    "GptOssForCausalLM": "gpt_oss",
+    "Llama4ForCausalLM": "llama4",
+    "Llama4ForConditionalGeneration": "llama4_images",
+}
 
 logger = init_logger("vllm.thunder_moe")
 
@@ -64,7 +62,9 @@ class _ModelOpt:
         return [*dtypes, torch.float32] if current_platform.is_cpu() else dtypes
 
     def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> Any:
-        return modelopt_linear_method(super().get_quant_method(layer, _name_of_head(layer, prefix)))  # type: ignore[misc]
+        if isinstance(layer, ParallelLMHead):  # some models of vLLM give their head no name
+            prefix = prefix or "lm_head"
+        return modelopt_linear_method(super().get_quant_method(layer, prefix))  # type: ignore[misc]
 
 
 class ThunderModelOptNvFp4Config(_ModelOpt, ModelOptNvFp4Config):  # type: ignore[misc]
@@ -101,36 +101,32 @@ class ThunderCompressedTensorsConfig(CompressedTensorsConfig):  # type: ignore[m
             self._add_fused_moe_to_target_scheme_map()
             names = (layer.ckpt_gate_proj_name, layer.ckpt_up_proj_name, layer.ckpt_down_proj_name)
             schemes = [self.get_scheme_dict(layer, f"{prefix}.0.{name}") for name in names]
-            first = schemes[0] or {}
-            weights = first.get("weights")
-            if weights is not None and schemes.count(schemes[0]) == len(schemes):
-                own = None
+            format = _format((schemes[0] or {}).get("weights"))
+            if format is not None and schemes.count(schemes[0]) == len(schemes):
+                reason = None
                 if type(layer).weight_loader is not RoutedExperts.weight_loader:  # GPT-OSS
-                    own = f"the loader of {type(layer).__name__} knows vLLM's classes by name"
-                if self._is_nvfp4_format(weights):
-                    inputs = first.get("input_activations")
-                    return compressed_tensors_method(layer.moe_config, prefix, inputs, own)
-                if self._is_mxfp8(weights):
-                    return compressed_tensors_mxfp8_method(layer.moe_config, own)
+                    reason = f"the loader of {type(layer).__name__} knows vLLM's classes by name"
+                method = compressed_tensors_method(format, layer.moe_config, reason)
+                if method is not None:
+                    return method
         return super().get_quant_method(layer, prefix)
 
     def _get_scheme_from_parts(
         self, weight_quant: Any, input_quant: Any, output_quant: Any = None, format: Any = None, layer_name: Any = None
     ) -> Any:
-        if self._is_nvfp4_format(weight_quant) and (input_quant is None or self._is_nvfp4_format(input_quant)):
-            scheme = compressed_tensors_scheme(input_quant, layer_name)
-            if scheme is not None:
-                return scheme
-        elif self._is_mxfp8(weight_quant):
-            scheme = compressed_tensors_mxfp8_scheme(layer_name)
+        weights = _format(weight_quant)
+        if weights is MXFP8 or (weights is NVFP4 and (input_quant is None or _format(input_quant) is NVFP4)):
+            scheme = compressed_tensors_scheme(weights, input_quant, layer_name or "")
             if scheme is not None:
                 return scheme
         return super()._get_scheme_from_parts(weight_quant, input_quant, output_quant, format, layer_name)
 
 
-def _name_of_head(layer: torch.nn.Module, prefix: str) -> str:
-    """Return a layer's name in checkpoints; some models of vLLM give their head none."""
-    return "lm_head" if isinstance(layer, ParallelLMHead) and not prefix else prefix
+def _format(args: QuantizationArgs | None) -> BlockFormat | None:
+    """Return our number format for compressed-tensors' description of a quantization; None for other ones."""
+    if args is not None and CompressedTensorsConfig._is_nvfp4_format(args):
+        return NVFP4
+    return MXFP8 if args is not None and CompressedTensorsConfig._is_mxfp8(args) else None
 
 
 class ThunderQuantizationConfig(ModelOptQuantConfigBase):  # type: ignore[misc]
@@ -142,13 +138,13 @@ class ThunderQuantizationConfig(ModelOptQuantConfigBase):  # type: ignore[misc]
     ) -> str | None:
         """Claim a checkpoint with NVFP4 or MXFP8 layers; the log says why such a checkpoint is not claimed.
 
-        vLLM's GPT-OSS has no reader for them, and silently drops biases. A claimed one gets `gpt_oss`'s model class by
-        its name in `architectures`, also on devices where vLLM's kernels would run it: the class raises there.
+        Claimed checkpoints of `MODELS` get our model class by its name in `architectures`. GPT-OSS is claimed also on
+        devices where vLLM's kernels would run it, since vLLM's model silently drops biases: our class raises there.
 
         Args:
             hf_quant_cfg: quantization_config of the checkpoint.
             user_quant: the user's `--quantization`; another name than ours selects vLLM's own kernels.
-            hf_config: of the model; `architectures` of GPT-OSS are changed.
+            hf_config: of the model; its `architectures` are changed.
 
         Returns:
             Our name; None lets vLLM ask the next method.
@@ -158,21 +154,21 @@ class ThunderQuantizationConfig(ModelOptQuantConfigBase):  # type: ignore[misc]
         """
         config_class = _config_class(hf_quant_cfg)
         architectures = getattr(hf_config, "architectures", None) or []
-        ours = [re.sub("^GptOssFor", "ThunderGptOssFor", name) for name in architectures]
+        gpt_oss = any("GptOssFor" in name for name in architectures)
         reason = None
         if config_class is None:
             reason = "the checkpoint has no NVFP4 or MXFP8 layers"
         elif user_quant not in (None, NAME):
             reason = f"--quantization {user_quant} was asked for"
-            if ours != architectures and config_class is not ThunderCompressedTensorsConfig:
+            if gpt_oss and config_class is not ThunderCompressedTensorsConfig:
                 reason += ", which leaves out the biases of GPT-OSS's experts"
-        elif ours == architectures and not ThunderExperts._supports_current_device():
+        elif not gpt_oss and not ThunderExperts._supports_current_device():
             reason = "the device is neither a CPU nor a CUDA GPU of compute capability 8.0 to 9.0"
         elif config_class is ThunderModelOptMixedPrecisionConfig and not _quantized_layers(hf_quant_cfg):
             reason = "quantization_config in config.json has no quantized_layers"
         if reason is None:
-            if ours != architectures:
-                hf_config.architectures = ours
+            if architectures:
+                hf_config.architectures = [f"Thunder{name}" if name in MODELS else name for name in architectures]
             return NAME
         if user_quant == NAME:
             raise ValueError(f"--quantization {NAME}: {reason}; leave it out for vLLM's own kernels")
@@ -201,9 +197,7 @@ def _config_class(config: dict[str, Any]) -> type[QuantizationConfig] | None:
     """Return our class for a quantization_config; None if it has no NVFP4 and MXFP8 layers."""
     if config.get("quant_method") == "compressed-tensors":
         groups = (group.get("weights") for group in config.get("config_groups", {}).values())
-        weights = [QuantizationArgs.model_validate(group) for group in groups if group]
-        kind = CompressedTensorsConfig
-        ours = any(kind._is_nvfp4_format(args) or kind._is_mxfp8(args) for args in weights)
+        ours = any(_format(QuantizationArgs.model_validate(group)) for group in groups if group)
         return ThunderCompressedTensorsConfig if ours else None
     if config.get("quant_method") == "mxfp8":  # MiniMax's name of ModelOpt's form
         return ThunderModelOptMxFp8Config

@@ -6,6 +6,7 @@ Legend: T tokens, A = top_k, M = T * A rows, E experts of this rank, H hidden_si
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, cast
 
 import torch
@@ -25,13 +26,15 @@ from thunder_moe.integrations.vllm.expert_map import local_ids
 from thunder_moe.kernels.cuda import backend as cuda
 from thunder_moe.kernels.experts import ExpertsCall
 from thunder_moe.kernels.select import runs_on_cuda, select
+from thunder_moe.ops import activation as _activation  # noqa: F401  (registers the operator)
+from thunder_moe.ops import grouped_linear  # noqa: F401  (registers grouped_bias)
 from thunder_moe.ops.checks import ACTIVATION_DTYPES
 from thunder_moe.ops.experts import moe_experts
 from thunder_moe.ops.grouped_mm import operands
 from thunder_moe.ops.operator import op_name_for
 from thunder_moe.routing import gather_rows
 
-__all__ = ["FIELDS", "FUSED_ACTIVATIONS", "SWIGLUOAI_FORM", "ThunderExperts", "grouped_operator", "unsupported_reason"]
+__all__ = ["FIELDS", "FUSED_ACTIVATIONS", "SWIGLUOAI_FORM", "ThunderExperts", "unsupported_reason"]
 
 # The names of vLLM's parameters behind "w13_" and "w2_", in the order of `BlockFormat.fields`.
 FIELDS = {NVFP4: ("weight", "weight_scale", "weight_scale_2"), MXFP8: ("weight", "weight_scale")}
@@ -45,19 +48,13 @@ SWIGLUOAI_FORM = SwiGLUConfig(alpha=1.702, limit=7.0, up_shift=1.0)  # vLLM's ow
 _CAPABILITIES = ((8, 0), (10, 0))
 
 
-def grouped_operator(name: str, rows: Tensor, weight: PackedWeight, offsets: Tensor, *more: Any) -> Tensor:
-    """Run an operator on rows (M, K): the one of this NVFP4 name, or its counterpart for the weight's number format."""
-    operator = getattr(torch.ops.thunder_moe, op_name_for(name, weight.format))
-    out: Tensor = operator(rows, *operands(weight), offsets, *more, layout=weight.layout)
-    return out
-
-
 def unsupported_reason(moe_config: FusedMoEConfig, experts: Any = None, format: BlockFormat = NVFP4) -> str | None:
     """Return why `ThunderExperts`, or a subclass, does not run the experts of a layer; None if it runs them.
 
     Reasons are devices other than CPUs and CUDA of compute capability 8.0 to 9.0, activations and dtypes without a
-    kernel, sizes that are not whole blocks of scales on each rank, LoRA, batch invariance, padding, untested exchanges
-    of tokens, elastic expert parallelism, and a moe_backend that the user has named.
+    kernel, sizes that are not whole blocks of scales on each rank, LoRA with data parallelism or EPLB, batch
+    invariance, padding, untested exchanges of tokens, elastic expert parallelism, and a moe_backend that the user has
+    named.
     """
     experts = experts or ThunderExperts
     parallel = moe_config.moe_parallel_config
@@ -91,6 +88,11 @@ def unsupported_reason(moe_config: FusedMoEConfig, experts: Any = None, format: 
         return f"--all2all-backend {parallel.all2all_backend} is untested"
     if current_platform.is_cuda() and not runs_on_cuda(torch.device("cuda"), format.name):
         return "the CUDA kernels cannot be compiled, see kernels.cuda.nvrtc"
+    if moe_config.is_lora_enabled and parallel.dp_size > 1:
+        # prepare_tensors of vLLM's LoRAKernelMeta returns early, and the exchange of tokens sends stale adapters.
+        return "LoRA with data parallelism: ranks without adapters in a batch send the others those of an older batch"
+    if moe_config.is_lora_enabled and parallel.enable_eplb:
+        return "LoRA with EPLB: experts would move, and their adapters would not"
     return None
 
 
@@ -144,19 +146,18 @@ class ThunderExperts(mk.FusedMoEExpertsModular):  # type: ignore[misc]
         """Return (E, T, 2I, H, A)."""
         return w1.shape[0], a1.shape[0], w1.shape[1], a1.shape[-1], topk_ids.shape[1]
 
-    def take_weights(self, layer: Any, gate_up_layout: str, down_layout: str, format: BlockFormat = NVFP4) -> None:
+    def take_weights(self, layer: Any, layouts: dict[str, str], format: BlockFormat) -> None:
         """Use the parameters of vLLM's RoutedExperts as weights.
 
         They are looked up at each call, because offloading and reloading replace their memory, and EPLB the experts.
 
         Args:
             layer: with w13_ and w2_ weight, weight_scale and, in NVFP4, weight_scale_2; gate's rows first, then up's.
-            gate_up_layout: of w13.
-            down_layout: of w2.
+            layouts: of "w13" and "w2".
             format: of both.
         """
         self._format, self._fields, self._kind = format, FIELDS[format], WEIGHTS[format.name]
-        self._layer, self._layouts = layer, {"w13": gate_up_layout, "w2": down_layout}
+        self._layer, self._layouts = layer, layouts
         self._made: dict[str, tuple[tuple[int, ...], PackedWeight]] = {}
 
     @property
@@ -170,7 +171,7 @@ class ThunderExperts(mk.FusedMoEExpertsModular):  # type: ignore[misc]
         return self._weight("w2")
 
     @property
-    def biases(self) -> dict[str, Tensor]:
+    def biases(self) -> dict[str, Any]:
         """Return gate_up_bias (E, 2I) and down_bias (E, H); empty for models without biases."""
         if not self.moe_config.has_bias:
             return {}
@@ -189,10 +190,9 @@ class ThunderExperts(mk.FusedMoEExpertsModular):  # type: ignore[misc]
         return known[1]
 
     def apply(
-        self, output: Tensor, hidden_states: Tensor, w1: Tensor, w2: Tensor, topk_weights: Tensor, topk_ids: Tensor,
-        activation: MoEActivation, global_num_experts: int, expert_map: Tensor | None, a1q_scale: Tensor | None,
-        a2_scale: Tensor | None, workspace13: Tensor, workspace2: Tensor, expert_tokens_meta: Any,
-        apply_router_weight_on_input: bool,
+        self, output: Tensor, hidden_states: Tensor, w1: Tensor, topk_weights: Tensor, topk_ids: Tensor,
+        activation: MoEActivation, global_num_experts: int, expert_map: Tensor | None,
+        apply_router_weight_on_input: bool, **unused: Any,
     ) -> None:  # fmt: skip
         """Writes the weighted sum (T, H) of the experts of this rank into `output`.
 
@@ -200,33 +200,33 @@ class ThunderExperts(mk.FusedMoEExpertsModular):  # type: ignore[misc]
             output: (T, H).
             hidden_states: (T, H); with apply_router_weight_on_input multiplied by the weights already.
             w1: only its shape is used; `take_weights` has the weights.
-            w2: unused.
             topk_weights: (T, A).
             topk_ids: (T, A), physical experts of all ranks, or -1 for none.
             activation: of the layer.
             global_num_experts: of all ranks.
             expert_map: (experts of all ranks,) -> experts of this rank, -1 for experts of others; None for one rank.
-            a1q_scale: unused, because activations stay in 16 bits.
-            a2_scale: unused.
-            workspace13: unused, see `workspace_shapes`.
-            workspace2: unused.
-            expert_tokens_meta: unused.
             apply_router_weight_on_input: True for Llama 4's layers.
+            **unused: scales of activations, which stay in 16 bits, w2, workspaces and counts of tokens.
         """
         ids = local_ids(topk_ids, expert_map)
         weights = torch.ones_like(topk_weights) if apply_router_weight_on_input else topk_weights
+        ranks = 1 if expert_map is None else round(global_num_experts / w1.shape[0])
+        self._run_into(output, hidden_states, ids, weights, activation, ranks)
+
+    def _run_into(
+        self, output: Tensor, hidden_states: Tensor, ids: Tensor, weights: Tensor, activation: MoEActivation, ranks: int
+    ) -> None:
+        """Writes what `run` returns into `output`; `ranks` is the number of ranks that share all experts."""
         # is_cuda comes first: on a CPU vLLM compiles this, and `select` cannot be traced.
         if (
             hidden_states.is_cuda
             and activation in FUSED_ACTIVATIONS
             and select(hidden_states.device, format=self._format.name) is cuda
         ):
-            ranks = 1 if expert_map is None else round(global_num_experts / w1.shape[0])
-            biases, form = self.biases, self._swiglu_config(activation)
+            form = self._swiglu_config(activation)
             call = ExpertsCall(
-                hidden_states, ids, weights, self.gate_up, self.down, biases.get("gate_up_bias"),
-                biases.get("down_bias"), form=form, expert_ranks=ranks,
-            )  # fmt: skip
+                hidden_states, ids, weights, self.gate_up, self.down, **self.biases, form=form, expert_ranks=ranks
+            )
             cuda.moe_experts(call, out=output)
         else:
             output.copy_(self.run(hidden_states, ids, weights, activation))
@@ -241,22 +241,42 @@ class ThunderExperts(mk.FusedMoEExpertsModular):  # type: ignore[misc]
             activation: of the layer.
         """
         if activation not in FUSED_ACTIVATIONS:
-            return self._run_unfused(hidden_states, ids, weights, activation)
-        form = self._swiglu_config(activation)
-        options: dict[str, Any] = dict(alpha=form.alpha, limit=form.limit, up_shift=form.up_shift)
-        options |= self.biases
+            return self._run_by_steps(hidden_states, ids, weights, activation)
+        options: dict[str, Any] = self._swiglu_options(activation) | self.biases
         return moe_experts(hidden_states, ids, weights, self.gate_up, self.down, **options)
 
-    def _run_unfused(self, hidden_states: Tensor, ids: Tensor, weights: Tensor, activation: MoEActivation) -> Tensor:
-        """Return the weighted sums like `run`, with vLLM's activation between the two GEMMs."""
-        ops = torch.ops.thunder_moe
-        row_slot, offsets, slot_row = ops.moe_route(ids, self.gate_up.shape[0])
+    def _run_by_steps(
+        self, hidden_states: Tensor, ids: Tensor, weights: Tensor, activation: MoEActivation,
+        adapters: Callable[[Tensor, Tensor], Any] | None = None,
+    ) -> Tensor:  # fmt: skip
+        """Return the weighted sums like `run`, with an operator for each step.
+
+        `adapters` makes an object with `add_to_rows` and `add_to_tokens` from row_slot (M,) and slot_row (T, A)."""
+        ops, first, second, biases = torch.ops.thunder_moe, self.gate_up, self.down, self.biases
+        row_slot, offsets, slot_row = ops.moe_route(ids, first.shape[0])
+        added = None if adapters is None else adapters(row_slot, slot_row)
         rows = gather_rows(hidden_states, row_slot)  # [M, H]
-        first, second = self.gate_up, self.down
-        rows = grouped_operator("f16a_nvfp4weight_scaled_grouped_mm", rows, first, offsets)
-        gated = rows.new_empty(rows.shape[0], rows.shape[1] // 2)  # [M, I]
-        self.activation(activation, gated, rows)
-        return grouped_operator("f16a_nvfp4weight_grouped_mm_combine", gated, second, offsets, slot_row, weights)
+        gate_up = _multiply("f16a_nvfp4weight_scaled_grouped_mm", rows, first, offsets)  # [M, 2I]
+        del rows
+        if biases:
+            gate_up = ops.grouped_bias(gate_up, offsets, biases["gate_up_bias"])
+        if added is not None:
+            added.add_to_rows(gate_up, hidden_states)
+        if activation in FUSED_ACTIVATIONS:
+            gated = ops.scaled_activation(gate_up, None, offsets, **self._swiglu_options(activation))  # [M, I]
+        else:
+            gated = gate_up.new_empty(gate_up.shape[0], gate_up.shape[1] // 2)
+            self.activation(activation, gated, gate_up)  # vLLM's
+        del gate_up
+        more = slot_row, weights, biases.get("down_bias")
+        out = _multiply("f16a_nvfp4weight_grouped_mm_combine", gated, second, offsets, *more)
+        if added is not None:
+            added.add_to_tokens(out, gated)
+        return out
+
+    def _swiglu_options(self, activation: MoEActivation) -> dict[str, Any]:
+        form = self._swiglu_config(activation)
+        return dict(alpha=form.alpha, limit=form.limit, up_shift=form.up_shift)
 
     def _swiglu_config(self, activation: MoEActivation) -> SwiGLUConfig:
         """Return the activation for our kernels, with the clamp of the model's config."""
@@ -268,3 +288,10 @@ class ThunderExperts(mk.FusedMoEExpertsModular):  # type: ignore[misc]
         if config.clamp_limit is None:
             raise ValueError(f"swiglu_limit: got None for activation {activation.value!r}, wanted a number")
         return SwiGLUConfig(config.alpha, config.clamp_limit, config.beta)
+
+
+def _multiply(name: str, rows: Tensor, weight: PackedWeight, offsets: Tensor, *more: Any) -> Tensor:
+    """Run an operator on rows (M, K): the one of this NVFP4 name, or its counterpart for the weight's number format."""
+    operator = getattr(torch.ops.thunder_moe, op_name_for(name, weight.format))
+    out: Tensor = operator(rows, *operands(weight), offsets, *more, layout=weight.layout)
+    return out

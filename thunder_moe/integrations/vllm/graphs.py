@@ -1,4 +1,4 @@
-"""Adds to the key of vLLM's cache of compiled graphs whose kernels run the 4-bit layers.
+"""Logs whose kernels run the layers of a number format, and adds it to the key of vLLM's cache of compiled graphs.
 Called by plugin, methods and linears; calls vllm.envs.
 
 vLLM makes keys of its settings and of the environment variables that it knows. A graph with our operators must not run
@@ -8,17 +8,33 @@ on weights that vLLM's kernels have repacked, nor the other way round, and vLLM'
 from __future__ import annotations
 
 import vllm.envs
+from vllm.logger import init_logger
 
 from thunder_moe.formats.block_format import BlockFormat
 
-__all__ = ["add_to_key", "record_choice"]
+__all__ = ["add_to_key", "decide"]
 
+# vLLM's log, where users look for what runs their experts.
+logger = init_logger("vllm.thunder_moe")
 _choices: set[str] = set()  # of all models of this process
 
 
-def record_choice(what: str, format: BlockFormat, ours: bool) -> None:
-    """Records whose kernels run the "experts" or "dense layers" of a number format in a model of this process."""
-    _choices.add(f"{what} in {format.name}: {'thunder_moe' if ours else 'vLLM'}")
+def decide(what: str, format: BlockFormat, reason: str | None) -> bool:
+    """True if there is no reason against our kernels; logs the decision and its reason.
+
+    Args:
+        what: "experts" or "dense layers".
+        format: of their weights.
+        reason: why vLLM's own kernels run them; None if ours do.
+    """
+    _choices.add(f"{what} in {format.name}: {'thunder_moe' if reason is None else 'vLLM'}")
+    layers = f"{format.name.upper()} {what}"
+    if reason is None:
+        logger.info_once("%s run on the kernels of thunder_moe (THUNDER_MOE_VLLM=0 turns them off).", layers)
+    else:
+        say = logger.warning_once if what == "experts" else logger.info_once
+        say("%s do not run on the kernels of thunder_moe, but on vLLM's own: %s.", layers, reason)
+    return reason is None
 
 
 def add_to_key(variable: str) -> None:

@@ -12,7 +12,6 @@ import torch
 import vllm.envs as envs
 from torch import Tensor
 from vllm.config import get_current_vllm_config_or_none
-from vllm.logger import init_logger
 from vllm.model_executor.layers.linear import register_weight_loader_v2_supported_method
 from vllm.model_executor.layers.quantization.compressed_tensors.schemes import (
     CompressedTensorsScheme,
@@ -20,6 +19,8 @@ from vllm.model_executor.layers.quantization.compressed_tensors.schemes import (
     CompressedTensorsW8A8Mxfp8,
 )
 from vllm.model_executor.layers.quantization.modelopt import (
+    SCHEME_FOR,
+    CkptCtx,
     ModelOptLinearMethod,
     Role,
     RuntimeDtypes,
@@ -27,12 +28,12 @@ from vllm.model_executor.layers.quantization.modelopt import (
     select_linear_kernel,
 )
 from vllm.model_executor.layers.quantization.utils.quant_utils import kMxfp8Static, kNvfp4Static
-from vllm.model_executor.parameter import GroupQuantScaleParameter, ModelWeightParameter
 from vllm.platforms import current_platform
 
 from thunder_moe.formats.block_format import MXFP8, NVFP4, BlockFormat
-from thunder_moe.formats.weight import MXFP8Weight, NVFP4Weight
-from thunder_moe.integrations.vllm.graphs import record_choice
+from thunder_moe.formats.weight import WEIGHTS
+from thunder_moe.integrations.vllm.experts import FIELDS
+from thunder_moe.integrations.vllm.graphs import decide, logger
 from thunder_moe.integrations.vllm.loading import mark_unloaded, replace, require_decoded_scales, require_loaded
 from thunder_moe.kernels.select import lay_out, runs_on_cuda
 from thunder_moe.ops import scaled_mm  # noqa: F401  (registers the operator)
@@ -42,13 +43,11 @@ __all__ = [
     "ModelOptThunderMxFp8LinearMethod",
     "ThunderMxFp8Scheme",
     "ThunderNvfp4Scheme",
-    "compressed_tensors_mxfp8_scheme",
     "compressed_tensors_scheme",
     "dense_unsupported_reason",
     "modelopt_linear_method",
 ]
 
-logger = init_logger("vllm.thunder_moe")
 _BACKENDS = {NVFP4: ("nvfp4_w4a16", "nvfp4_w4a4"), MXFP8: ("mxfp8",)}
 _MEASURED = (9, 0)
 
@@ -80,19 +79,6 @@ def dense_unsupported_reason(format: BlockFormat = NVFP4) -> str | None:
     return None
 
 
-def _decide_and_log(format: BlockFormat = NVFP4) -> bool:
-    """True if our kernels run dense layers of a number format; logs the decision and its reason."""
-    reason, name = dense_unsupported_reason(format), format.name.upper()
-    record_choice("dense layers", format, reason is None)
-    if reason is None:
-        logger.info_once("Dense %s layers run on the kernels of thunder_moe.", name)
-    else:
-        logger.info_once(
-            "Dense %s layers do not run on the kernels of thunder_moe, but on vLLM's own: %s.", name, reason
-        )
-    return reason is None
-
-
 def modelopt_linear_method(method: Any) -> Any:
     """Return our method for a dense layer in place of vLLM's `method`, or `method` if vLLM runs the layer.
 
@@ -101,67 +87,89 @@ def modelopt_linear_method(method: Any) -> Any:
     """
     if type(method) is not ModelOptLinearMethod or method.spec.weight not in (kNvfp4Static, kMxfp8Static):
         return method
-    format, kind = NVFP4, ModelOptThunderLinearMethod
+    kind = ModelOptThunderLinearMethod
     if method.spec.weight == kMxfp8Static:
-        format, kind = MXFP8, ModelOptThunderMxFp8LinearMethod
-    return kind(method.spec, method.ctx, method.fmt) if _decide_and_log(format) else method
+        kind = ModelOptThunderMxFp8LinearMethod
+    return kind(method.spec, method.ctx, method.fmt) if _runs(kind._format) else method
 
 
-def compressed_tensors_scheme(inputs: Any, layer_name: str | None) -> CompressedTensorsScheme | None:
-    """Return our scheme for a dense NVFP4 layer of compressed-tensors, or None if vLLM runs it.
+def compressed_tensors_scheme(format: BlockFormat, inputs: Any, layer_name: str) -> CompressedTensorsScheme | None:
+    """Return our scheme for a dense layer of compressed-tensors, or None if vLLM runs it.
 
     Args:
+        format: of the weight.
         inputs: the checkpoint's quantization of activations, or None; ours are 16-bit in both cases.
         layer_name: for messages.
     """
-    return ThunderNvfp4Scheme(inputs is None, layer_name or "") if _decide_and_log() else None
+    if not _runs(format):
+        return None
+    return ThunderNvfp4Scheme(inputs is None, layer_name) if format is NVFP4 else ThunderMxFp8Scheme(layer_name)
 
 
-def compressed_tensors_mxfp8_scheme(layer_name: str | None) -> CompressedTensorsScheme | None:
-    """Return our scheme for a dense MXFP8 layer of compressed-tensors, or None if vLLM runs it."""
-    return ThunderMxFp8Scheme(layer_name or "") if _decide_and_log(MXFP8) else None
+def _runs(format: BlockFormat) -> bool:
+    return decide("dense layers", format, dense_unsupported_reason(format))
 
 
-class _NvFp4Dense:
-    """The packing of a layer's loaded NVFP4 weight, and the product with it."""
+class _Dense:
+    """The packing of a layer's loaded weight, and the product with it."""
 
     layout: str
+    _format = NVFP4
+    _fields = FIELDS[NVFP4]  # the names of the checkpoint's tensors
+    _operator = "f16a_nvfp4weight_scaled_mm"
 
-    def pack(self, layer: Any, layer_name: str, scales: Tensor) -> None:
-        """Puts the weight into the layout of the device's kernel.
+    def pack(self, layer: Any, layer_name: str) -> None:
+        """Puts the loaded weight into the layout of the device's kernel.
 
         Args:
-            layer: vLLM's LinearBase, whose weight and weight_scale are loaded.
+            layer: vLLM's LinearBase.
             layer_name: for messages.
-            scales: decode scales (P,) of the merged linears. vLLM's own kernels take the largest for all.
         """
-        scales = scales.float()
-        if scales.numel() > 1:  # (N,): a reload may bring scales that differ, in the same memory
+        require_loaded(layer, layer_name, "rows", *self._fields[:2])
+        require_loaded(layer, layer_name, "merged linears", *self._fields[2:])
+        scales = self._global_scales(layer, layer_name)
+        tensors = (layer.weight.data[None], layer.weight_scale.data.view(self._format.scale_dtype)[None], *scales)
+        weight = lay_out(WEIGHTS[self._format.name](*tensors), "auto")
+        self.layout = weight.layout
+        for name, tensor in zip(FIELDS[self._format], weight.tensors(), strict=True):
+            replace(layer, layer_name, name, tensor[0])  # E8M0, no bytes: in a graph a view of another dtype is a copy
+
+    def _global_scales(self, layer: Any, layer_name: str) -> tuple[Tensor, ...]:
+        """Return the decode scales (1,), or (1, N) if linears are merged; vLLM's own kernels take the largest for all.
+
+        Their shape does not depend on their values: a reload may bring scales that differ, in the same memory."""
+        scales: Tensor = layer.weight_scale_2.data.float()
+        if scales.numel() > 1:
             widths = torch.tensor(layer.logical_widths, device=scales.device)
             scales = scales.repeat_interleave(widths, output_size=layer.weight.shape[0])[None]
-        weight = lay_out(
-            NVFP4Weight(layer.weight.data[None], layer.weight_scale.data[None], scales.contiguous()), "auto"
-        )
-        self.layout = weight.layout
-        names = ("weight", "weight_scale", "weight_scale_2")
-        for name, tensor in zip(names, weight.tensors(), strict=True):
-            replace(layer, layer_name, name, tensor[0])
+        return (scales.contiguous(),)
 
     def multiply(self, layer: Any, x: Tensor, bias: Tensor | None) -> Tensor:
         """Multiply x (..., K) by the weight -> (..., N)."""
-        out: Tensor = torch.ops.thunder_moe.f16a_nvfp4weight_scaled_mm(
-            x, layer.weight.t(), layer.weight_scale, layer.weight_scale_2, bias, layout=self.layout
-        )
+        scales = [layer.weight_scale] if self._format is MXFP8 else [layer.weight_scale, layer.weight_scale_2]
+        operator = getattr(torch.ops.thunder_moe, self._operator)
+        out: Tensor = operator(x, layer.weight.t(), *scales, bias, layout=self.layout)
         return out
 
 
+class _MxFp8Dense(_Dense):
+    """`_Dense` in MXFP8, which has no global scale."""
+
+    _format = MXFP8
+    _fields = FIELDS[MXFP8]
+    _operator = "f16a_mxfp8weight_scaled_mm"
+
+    def _global_scales(self, layer: Any, layer_name: str) -> tuple[Tensor, ...]:
+        if current_platform.is_cuda():
+            require_decoded_scales(layer, layer_name, "weight_scale")
+        return ()
+
+
 @register_weight_loader_v2_supported_method
-class ModelOptThunderLinearMethod(_NvFp4Dense, ModelOptLinearMethod):  # type: ignore[misc]
+class ModelOptThunderLinearMethod(_Dense, ModelOptLinearMethod):  # type: ignore[misc]
     """The method for ModelOpt's checkpoints, with vLLM's parameters. vLLM's loaders look for "ModelOpt" in its name."""
 
-    @property
-    def supports_pre_processed_weights(self) -> bool:
-        return False
+    supports_pre_processed_weights = False
 
     def create_weights(
         self, layer: Any, input_size_per_partition: int, output_partition_sizes: list[int], input_size: int,
@@ -177,17 +185,13 @@ class ModelOptThunderLinearMethod(_NvFp4Dense, ModelOptLinearMethod):  # type: i
         if self.akey is not None:
             self.akey.create_weights(layer, Role.ACT, self.ctx, shapes, loader)
         self.fmt.extra_weights(layer, shapes, self.ctx, loader)
-        self.mark_unloaded(layer)
-
-    def mark_unloaded(self, layer: Any) -> None:
-        """Mark the parameters, so that `require_loaded` finds those that the checkpoint lacks."""
-        mark_unloaded(layer, "weight", "weight_scale", "weight_scale_2")
+        mark_unloaded(layer, *self._fields)  # for `pack`
 
     def process_weights_after_loading(self, layer: Any) -> None:
         if _is_read_by_its_model(layer):
             self.leave_to_vllm(layer)
         else:
-            self.process(layer)
+            self.pack(layer, _name(layer))
 
     def leave_to_vllm(self, layer: Any) -> None:
         """Lets vLLM's method, with the kernel that vLLM chooses, run a layer whose parameters are loaded.
@@ -204,54 +208,41 @@ class ModelOptThunderLinearMethod(_NvFp4Dense, ModelOptLinearMethod):  # type: i
         layer.quant_method = method
         method.process_weights_after_loading(layer)
 
-    def process(self, layer: Any) -> None:
-        """Converts the loaded parameters for our kernel."""
-        require_loaded(layer, _name(layer), "rows", "weight", "weight_scale")
-        require_loaded(layer, _name(layer), "merged linears", "weight_scale_2")
+    def _global_scales(self, layer: Any, layer_name: str) -> tuple[Tensor, ...]:
         if hasattr(layer, "input_scale"):  # the scale of 4-bit activations, which are not used
             del layer.input_scale
-        self.pack(layer, _name(layer), layer.weight_scale_2.data)
+        return super()._global_scales(layer, layer_name)
 
     def apply(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
         return self.multiply(layer, x, bias)
 
 
-class _MxFp8Dense:
-    """The packing of a layer's loaded MXFP8 weight, without a global scale, and the product with it."""
-
-    layout: str
-
-    def mark_unloaded(self, layer: Any) -> None:
-        mark_unloaded(layer, "weight", "weight_scale")
-
-    def pack(self, layer: Any, layer_name: str) -> None:
-        require_loaded(layer, layer_name, "rows", "weight", "weight_scale")
-        if current_platform.is_cuda():
-            require_decoded_scales(layer, layer_name, "weight_scale")
-        scale = layer.weight_scale.data.view(MXFP8.scale_dtype)
-        weight = lay_out(MXFP8Weight(layer.weight.data[None], scale[None]), "auto")
-        self.layout = weight.layout
-        replace(layer, layer_name, "weight", weight.qdata[0])
-        replace(layer, layer_name, "weight_scale", weight.scale[0])  # in a graph a view of another dtype is a copy
-
-    def multiply(self, layer: Any, x: Tensor, bias: Tensor | None) -> Tensor:
-        """Multiply x (..., K) by the weight -> (..., N)."""
-        out: Tensor = torch.ops.thunder_moe.f16a_mxfp8weight_scaled_mm(
-            x, layer.weight.t(), layer.weight_scale, bias, layout=self.layout
-        )
-        return out
-
-
 @register_weight_loader_v2_supported_method
-class ModelOptThunderMxFp8LinearMethod(_MxFp8Dense, ModelOptThunderLinearMethod):  # type: ignore[misc]
+class ModelOptThunderMxFp8LinearMethod(_MxFp8Dense, ModelOptThunderLinearMethod):
     """The method for ModelOpt's checkpoints in MXFP8."""
 
-    def process(self, layer: Any) -> None:
-        self.pack(layer, _name(layer))
+
+class _Scheme(_Dense):
+    """The base of the schemes for compressed-tensors, which vLLM asks for what it asks a method."""
+
+    layer_name: str
+
+    def process_weights_after_loading(self, layer: Any) -> None:
+        if _is_read_by_its_model(layer):
+            raise NotImplementedError(
+                f"{self.layer_name!r}: its model reads the weight itself, which the kernels of thunder_moe reorder;"
+                " name one of vLLM's by --linear-backend, or set THUNDER_MOE_VLLM=0"
+            )
+        self.pack(layer, self.layer_name)
+
+    def apply_weights(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        return self.multiply(layer, x, bias)
 
 
-class ThunderNvfp4Scheme(_NvFp4Dense, CompressedTensorsW4A4Fp4):  # type: ignore[misc]
+class ThunderNvfp4Scheme(_Scheme, CompressedTensorsW4A4Fp4):  # type: ignore[misc]
     """The scheme for compressed-tensors in NVFP4, whose global scales encode: their inverse multiplies."""
+
+    _fields = ("weight_packed", "weight_scale", "weight_global_scale")
 
     def __init__(self, use_a16: bool, layer_name: str) -> None:
         self.use_a16, self.layer_name, self.group_size = use_a16, layer_name, 16
@@ -262,24 +253,19 @@ class ThunderNvfp4Scheme(_NvFp4Dense, CompressedTensorsW4A4Fp4):  # type: ignore
     ) -> None:
         _check_blocks(self.layer_name, input_size_per_partition, NVFP4)
         super().create_weights(layer, output_partition_sizes, input_size_per_partition, *args, **options)
-        mark_unloaded(layer, "weight_packed", "weight_scale", "weight_global_scale")
+        mark_unloaded(layer, *self._fields)  # for `pack`
 
-    def process_weights_after_loading(self, layer: Any) -> None:
-        _refuse_read_by_its_model(layer, self.layer_name)
-        require_loaded(layer, self.layer_name, "rows", "weight_packed", "weight_scale")
-        require_loaded(layer, self.layer_name, "merged linears", "weight_global_scale")
-        scales = 1 / layer.weight_global_scale.data
+    def _global_scales(self, layer: Any, layer_name: str) -> tuple[Tensor, ...]:
+        """Give the parameters ModelOpt's names and decode scales."""
         layer.weight = torch.nn.Parameter(layer.weight_packed.data, requires_grad=False)
+        layer.weight_scale_2 = torch.nn.Parameter(1 / layer.weight_global_scale.data, requires_grad=False)
         for name in ("weight_packed", "weight_global_scale", "input_global_scale"):
             if hasattr(layer, name):
                 delattr(layer, name)
-        self.pack(layer, self.layer_name, scales)
-
-    def apply_weights(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        return self.multiply(layer, x, bias)
+        return super()._global_scales(layer, layer_name)
 
 
-class ThunderMxFp8Scheme(_MxFp8Dense, CompressedTensorsW8A8Mxfp8):  # type: ignore[misc]
+class ThunderMxFp8Scheme(_MxFp8Dense, _Scheme, CompressedTensorsW8A8Mxfp8):  # type: ignore[misc]
     """The scheme for compressed-tensors in MXFP8, which has ModelOpt's names."""
 
     def __init__(self, layer_name: str) -> None:
@@ -290,37 +276,18 @@ class ThunderMxFp8Scheme(_MxFp8Dense, CompressedTensorsW8A8Mxfp8):  # type: igno
         params_dtype: torch.dtype, weight_loader: Any, **options: Any,
     ) -> None:  # fmt: skip
         """Create vLLM's parameters, without a kernel of vLLM."""
+        _check_blocks(self.layer_name, input_size_per_partition, MXFP8)
         layer.logical_widths, layer.params_dtype = output_partition_sizes, params_dtype
-        n, k = sum(output_partition_sizes), input_size_per_partition
-        _check_blocks(self.layer_name, k, MXFP8)
-        layer.output_size_per_partition, layer.input_size_per_partition = n, k
-        for name, kind, width, dtype in (
-            ("weight", ModelWeightParameter, k, MXFP8.code_dtypes[0]),
-            ("weight_scale", GroupQuantScaleParameter, k // MXFP8.block_size, torch.uint8),
-        ):
-            data = torch.empty(n, width, dtype=dtype)
-            layer.register_parameter(name, kind(data=data, input_dim=1, output_dim=0, weight_loader=weight_loader))
-        self.mark_unloaded(layer)
-
-    def process_weights_after_loading(self, layer: Any) -> None:
-        _refuse_read_by_its_model(layer, self.layer_name)
-        self.pack(layer, self.layer_name)
-
-    def apply_weights(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        return self.multiply(layer, x, bias)
+        layer.input_size_per_partition = input_size_per_partition
+        layer.output_size_per_partition = sum(output_partition_sizes)
+        shapes = Shapes(output_partition_sizes, input_size_per_partition, params_dtype)
+        SCHEME_FOR[kMxfp8Static].create_weights(layer, Role.WEIGHT, CkptCtx(), shapes, weight_loader)
+        mark_unloaded(layer, *self._fields)  # for `pack`
 
 
 def _is_read_by_its_model(layer: Any) -> bool:
     """True if the code of a model reads the layer's weight itself, which the model has marked so."""
     return bool(getattr(layer, "_retain_weight_for_gather", False) or getattr(layer, "is_bmm", False))
-
-
-def _refuse_read_by_its_model(layer: Any, layer_name: str) -> None:
-    if _is_read_by_its_model(layer):
-        raise NotImplementedError(
-            f"{layer_name!r}: its model reads the weight itself, which the kernels of thunder_moe reorder; name one of"
-            " vLLM's by --linear-backend, or set THUNDER_MOE_VLLM=0"
-        )
 
 
 class _NoKernel:

@@ -64,14 +64,10 @@ def require_loaded(layer: Any, layer_name: str, what: str, *names: str) -> None:
             return
     for name in names:
         data = getattr(layer, name).data
-        # Experts are checked one at a time, to save memory.
-        wrong = (
-            torch.stack([_is_invalid(name, expert).any() for expert in data])
-            if data.ndim > 2
-            else _is_invalid(name, data)
-        )
-        if wrong.ndim > 1:
-            wrong = wrong.any(1)
+        if data.ndim > 2:  # experts, one at a time to save memory
+            wrong = torch.stack([_is_invalid(name, expert).any() for expert in data])
+        else:
+            wrong = _is_invalid(name, data).view(data.shape[0], -1).any(1)
         if bool(wrong.any()):
             which = wrong.nonzero().flatten().tolist()
             listed = f"{which[:8]} and {len(which) - 8} more" if len(which) > 8 else str(which)
@@ -139,7 +135,7 @@ def require_whole_reload(layer: Any, layer_name: str) -> None:
         )
 
 
-NO_RELOAD = {
+_NO_RELOAD = {
     "--enable-lora": "loads no experts then, and would go on with the old ones, or with what sleep of level 2 has left",
     "--enable-eplb": "loads experts where they were first, and would route to where EPLB has moved them",
 }
@@ -152,25 +148,20 @@ class _RefusedReload(LayerReloadingInfo):  # type: ignore[misc]
 
     def can_load(self) -> bool:
         raise ValueError(
-            f"reload_weights with {self.option}: vLLM 0.32 {NO_RELOAD[self.option]}; start vLLM with the weights, or"
+            f"reload_weights with {self.option}: vLLM 0.32 {_NO_RELOAD[self.option]}; start vLLM with the weights, or"
             f" without {self.option}"
         )
 
 
 def refuse_reload(layer: Any, option: str) -> None:
-    """Makes a reload of this layer's experts an error, because vLLM would compute with wrong weights.
+    """Makes a reload of this layer's experts with `option`, a key of `_NO_RELOAD`, an error.
 
-    With adapters vLLM looks for `base_layer.` in the names of a checkpoint's tensors, and does not process the loaded
-    tensors. With EPLB it loads experts to their first places, and nothing tells which experts have moved.
-
-    Args:
-        layer: vLLM's layer.
-        option: of vLLM, a key of `NO_RELOAD`.
+    vLLM would compute with wrong weights. With adapters it looks for `base_layer.` in the names of a checkpoint's
+    tensors, and does not process the loaded ones. With EPLB nothing tells which experts have moved.
     """
     info = get_layerwise_info(layer)
-    refusing = _RefusedReload(restore_metadata=info.restore_metadata, restore_device=info.restore_device)
-    refusing.option = option
-    LAYERWISE_INFO[layer] = refusing
+    LAYERWISE_INFO[layer] = _RefusedReload(info.restore_metadata, info.restore_device)
+    LAYERWISE_INFO[layer].option = option
 
 
 def replace(layer: Any, layer_name: str, name: str, tensor: Tensor) -> None:

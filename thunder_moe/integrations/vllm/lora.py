@@ -20,19 +20,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from vllm.distributed import tensor_model_parallel_all_gather, tensor_model_parallel_all_reduce
 from vllm.model_executor.layers.fused_moe.activation import MoEActivation
-from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig
 from vllm.model_executor.layers.fused_moe.experts.lora_context import MoELoRAContext
 from vllm.model_executor.layers.fused_moe.experts.lora_experts_mixin import LoRAExpertsMixin
 from vllm.triton_utils import HAS_TRITON
 
-from thunder_moe.integrations.vllm.expert_map import local_ids
-from thunder_moe.integrations.vllm.experts import FUSED_ACTIVATIONS, ThunderExperts, grouped_operator
+from thunder_moe.integrations.vllm.experts import ThunderExperts
 from thunder_moe.ops import combine, grouped_linear  # noqa: F401  (registers the operators)
 from thunder_moe.routing import gather_rows, scale_of_rows
 
@@ -40,25 +39,7 @@ from thunder_moe.routing import gather_rows, scale_of_rows
 # slot and sorted: 8 tokens 97 and 162, 128 tokens 210 and 280, 512 tokens 383 and 347 (one adapter: 400 and 318).
 _PER_SLOT_ROWS = 2048
 
-__all__ = ["ThunderLoRAExperts", "adapters_unsupported_reason", "experts_class"]
-
-
-def experts_class(moe_config: FusedMoEConfig) -> type[ThunderExperts]:
-    """Return the experts class for a layer."""
-    return ThunderLoRAExperts if moe_config.is_lora_enabled else ThunderExperts
-
-
-def adapters_unsupported_reason(moe_config: FusedMoEConfig) -> str | None:
-    """Return why a layer with --enable-lora cannot run on `ThunderLoRAExperts`; None if it can."""
-    parallel = moe_config.moe_parallel_config
-    if not moe_config.is_lora_enabled:
-        return None
-    if parallel.dp_size > 1:
-        # prepare_tensors of vLLM's LoRAKernelMeta returns early, and the exchange of tokens sends stale adapters.
-        return "LoRA with data parallelism: ranks without adapters in a batch send the others those of an older batch"
-    if parallel.enable_eplb:
-        return "LoRA with EPLB: experts would move, and their adapters would not"
-    return None
+__all__ = ["ThunderLoRAExperts"]
 
 
 @dataclass
@@ -70,18 +51,18 @@ class _Batch:
         ids: int32 (T, A), experts of this rank, or -1.
         adapters: integers (T,); numbers outside of [0, S) mean none.
         weights: (T, A), the router's.
-        row_slot: int32 (M,), the slot of each row of the 4-bit GEMMs.
-        slot_row: int32 (T, A), its inverse.
         activation: of the layer.
+        row_slot: int32 (M,), the slot of each row of the 4-bit GEMMs.
+        slot_row: int32 (T, A), the row of each slot.
     """
 
     context: MoELoRAContext
     ids: Tensor
     adapters: Tensor
     weights: Tensor
+    activation: MoEActivation
     row_slot: Tensor
     slot_row: Tensor
-    activation: MoEActivation
 
     def __post_init__(self) -> None:
         self.sharded = self.context.fully_sharded and self.context.tp_size > 1
@@ -215,59 +196,17 @@ class _Sorted(_Grouped):
 class ThunderLoRAExperts(LoRAExpertsMixin, ThunderExperts):  # type: ignore[misc]
     """`ThunderExperts` plus each token's adapter, if it has one; vLLM sets the adapters as `_lora_context`."""
 
-    def apply(
-        self, output: Tensor, hidden_states: Tensor, w1: Tensor, w2: Tensor, topk_weights: Tensor, topk_ids: Tensor,
-        activation: MoEActivation, global_num_experts: int, expert_map: Tensor | None, a1q_scale: Tensor | None,
-        a2_scale: Tensor | None, workspace13: Tensor, workspace2: Tensor, expert_tokens_meta: Any,
-        apply_router_weight_on_input: bool,
-    ) -> None:  # fmt: skip
-        """Run like `ThunderExperts.apply`, with the adapters of the batch."""
+    def _run_into(
+        self, output: Tensor, hidden_states: Tensor, ids: Tensor, weights: Tensor, activation: MoEActivation, ranks: int
+    ) -> None:
         context = self._lora_context
         adapters = None if context is None else adapter_of_token(context, hidden_states.shape[0])
-        if adapters is None:
-            super().apply(
-                output, hidden_states, w1, w2, topk_weights, topk_ids, activation, global_num_experts, expert_map,
-                a1q_scale, a2_scale, workspace13, workspace2, expert_tokens_meta, apply_router_weight_on_input,
-            )  # fmt: skip
+        if context is None or adapters is None:
+            super()._run_into(output, hidden_states, ids, weights, activation, ranks)
             return
-        ids = local_ids(topk_ids, expert_map)
-        weights = torch.ones_like(topk_weights) if apply_router_weight_on_input else topk_weights
-        output.copy_(self._with_adapters(hidden_states, ids, weights, adapters, activation))
-
-    def _with_adapters(
-        self, hidden_states: Tensor, ids: Tensor, weights: Tensor, adapters: Tensor, activation: MoEActivation
-    ) -> Tensor:
-        ops, first, second = torch.ops.thunder_moe, self.gate_up, self.down
-        assert self._lora_context is not None
-        row_slot, offsets, slot_row = ops.moe_route(ids, first.shape[0])
-        strategy = _strategy(ids, self._lora_context)
-        ids, weights, hidden_states = ids.contiguous(), weights.contiguous(), hidden_states.contiguous()
-        batch = strategy(self._lora_context, ids, adapters, weights, row_slot, slot_row, activation)
-        rows = gather_rows(hidden_states, row_slot)  # [M, H]
-        gate_up = grouped_operator("f16a_nvfp4weight_scaled_grouped_mm", rows, first, offsets)
-        del rows
-        biases = self.biases
-        if biases:
-            gate_up = ops.grouped_bias(gate_up, offsets, biases["gate_up_bias"])
-        batch.add_to_rows(gate_up, hidden_states)
-        gated = self._activate(gate_up, offsets, activation)  # [M, I]
-        del gate_up
-        name, more = "f16a_nvfp4weight_grouped_mm_combine", (slot_row, weights, biases.get("down_bias"))
-        out = grouped_operator(name, gated, second, offsets, *more)
-        batch.add_to_tokens(out, gated)
-        return out
-
-    def _activate(self, gate_up: Tensor, offsets: Tensor, activation: MoEActivation) -> Tensor:
-        """Apply the activation, (M, 2I) -> (M, I); rows past the last end are undefined."""
-        if activation in FUSED_ACTIVATIONS:
-            form = self._swiglu_config(activation)
-            out: Tensor = torch.ops.thunder_moe.scaled_activation(
-                gate_up, None, offsets, alpha=form.alpha, limit=form.limit, up_shift=form.up_shift
-            )
-            return out
-        gated = gate_up.new_empty(gate_up.shape[0], gate_up.shape[1] // 2)
-        self.activation(activation, gated, gate_up)
-        return gated
+        hidden_states, ids, weights = hidden_states.contiguous(), ids.contiguous(), weights.contiguous()
+        batch = partial(_strategy(ids, context), context, ids, adapters, weights, activation)
+        output.copy_(self._run_by_steps(hidden_states, ids, weights, activation, batch))
 
 
 def _strategy(ids: Tensor, context: MoELoRAContext) -> type[_PerSlot | _Grouped]:

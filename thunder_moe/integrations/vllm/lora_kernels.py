@@ -31,7 +31,7 @@ def _columns(ranks: int) -> int:
 
 @triton.jit
 def _shrink(
-    x, row_of_slot, ids, adapters, first, second, out, loaded, of_adapter, of_expert, k, rank, slots,
+    x, slot_row, ids, adapters, first, second, out, loaded, of_adapter, of_expert, k, rank, slots,
     TOP_K: tl.constexpr, BY_ROW: tl.constexpr, RANKS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     slot, part = tl.program_id(0), tl.program_id(1)
@@ -41,7 +41,7 @@ def _shrink(
     if (expert >= 0) & (adapter >= 0) & (adapter < loaded):
         row = token.to(tl.int64)
         if BY_ROW:
-            row = tl.load(row_of_slot + slot).to(tl.int64)
+            row = tl.load(slot_row + slot).to(tl.int64)
         at = adapter * of_adapter + expert * of_expert
         r = tl.arange(0, RANKS)
         total = tl.zeros((RANKS,), tl.float32)
@@ -60,7 +60,7 @@ def _shrink(
 
 @triton.jit
 def _expand_rows(
-    inner, row_of_slot, ids, adapters, first, second, out, loaded, of_adapter, of_expert, of_row, n, rank, slots, width,
+    inner, slot_row, ids, adapters, first, second, out, loaded, of_adapter, of_expert, of_row, n, rank, slots, width,
     TOP_K: tl.constexpr, RANKS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     slot, part = tl.program_id(0), tl.program_id(2)
@@ -77,7 +77,7 @@ def _expand_rows(
         else:
             b = tl.load(second + place, mask=inside, other=0.0)
         change = tl.sum(b.to(tl.float32) * values[None, :], 1)
-        target = out + tl.load(row_of_slot + slot).to(tl.int64) * width + part * n + column
+        target = out + tl.load(slot_row + slot).to(tl.int64) * width + part * n + column
         before = tl.load(target, mask=column < n, other=0.0)
         tl.store(target, (before.to(tl.float32) + change).to(before.dtype), mask=column < n)
 
@@ -108,12 +108,12 @@ def _expand_tokens(
         tl.store(target, (before.to(tl.float32) + total).to(before.dtype), mask=column < n)
 
 
-def shrink(x: Tensor, row_of_slot: Tensor | None, ids: Tensor, adapters: Tensor, a: tuple[Tensor, ...]) -> Tensor:
+def shrink(x: Tensor, slot_row: Tensor | None, ids: Tensor, adapters: Tensor, a: tuple[Tensor, ...]) -> Tensor:
     """Multiply x by A of each slot's adapter and expert -> float32 (P, T * A, R); other slots stay uninitialized.
 
     Args:
-        x: (T, K), or with row_of_slot (M, K), contiguous.
-        row_of_slot: int32 (T, A), or None.
+        x: (T, K), or with slot_row (M, K), contiguous.
+        slot_row: int32 (T, A), or None.
         ids: int32 (T, A), -1 for none.
         adapters: int32 or int64 (T,); numbers outside of [0, S) mean none.
         a: P tensors (S, E or 1, R, K), contiguous.
@@ -121,15 +121,15 @@ def shrink(x: Tensor, row_of_slot: Tensor | None, ids: Tensor, adapters: Tensor,
     (loaded, _, rank, k), (tokens, top_k) = a[0].shape, ids.shape
     out, ranks = x.new_empty(len(a), tokens * top_k, rank, dtype=torch.float32), triton.next_power_of_2(rank)
     _shrink[(tokens * top_k, len(a))](
-        x, ids if row_of_slot is None else row_of_slot, ids, adapters, a[0], a[-1], out, loaded, *strides(a[0]), k,
-        rank, tokens * top_k, TOP_K=top_k, BY_ROW=row_of_slot is not None, RANKS=ranks, WIDTH=_width(ranks),
+        x, ids if slot_row is None else slot_row, ids, adapters, a[0], a[-1], out, loaded, *strides(a[0]), k,
+        rank, tokens * top_k, TOP_K=top_k, BY_ROW=slot_row is not None, RANKS=ranks, WIDTH=_width(ranks),
         num_warps=8,
     )  # fmt: skip
     return out
 
 
 def expand_rows(
-    out: Tensor, inner: Tensor, row_of_slot: Tensor, ids: Tensor, adapters: Tensor, b: tuple[Tensor, ...]
+    out: Tensor, inner: Tensor, slot_row: Tensor, ids: Tensor, adapters: Tensor, b: tuple[Tensor, ...]
 ) -> None:
     """Adds B times `inner` to the rows (M, P * N) of the slots, in place; B may have every second row of a tensor.
 
@@ -137,7 +137,7 @@ def expand_rows(
     (loaded, _, n, rank), (tokens, top_k) = b[0].shape, ids.shape
     ranks = triton.next_power_of_2(rank)
     _expand_rows[(tokens * top_k, triton.cdiv(n, _columns(ranks)), len(b))](
-        inner, row_of_slot, ids, adapters, b[0], b[-1], out, loaded, *strides(b[0]), b[0].stride(2), n, rank,
+        inner, slot_row, ids, adapters, b[0], b[-1], out, loaded, *strides(b[0]), b[0].stride(2), n, rank,
         tokens * top_k, out.shape[1], TOP_K=top_k, RANKS=ranks, COLUMNS=_columns(ranks),
     )  # fmt: skip
 

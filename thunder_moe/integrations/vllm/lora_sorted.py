@@ -69,7 +69,7 @@ def blocks(ends: Tensor, row_slot: Tensor, experts: int) -> Blocks:
 
 @triton.jit
 def _shrink(
-    x, pair_of_block, row_of_block, ends, slot_of_row, row_of_slot, first, second, out, pairs, experts, of_adapter,
+    x, pair_of_block, row_of_block, ends, row_slot, slot_row, first, second, out, pairs, experts, of_adapter,
     of_expert, k, rank, rows, TOP_K: tl.constexpr, BY_ROW: tl.constexpr, ROWS: tl.constexpr, RANKS: tl.constexpr,
     WIDTH: tl.constexpr,
 ):  # fmt: skip
@@ -78,10 +78,10 @@ def _shrink(
     if pair < pairs:
         row = tl.load(row_of_block + block) + tl.arange(0, ROWS)
         there = row < tl.load(ends + pair)
-        slot = tl.load(slot_of_row + row, mask=there, other=0)
+        slot = tl.load(row_slot + row, mask=there, other=0)
         source = (slot // TOP_K).to(tl.int64)
         if BY_ROW:
-            source = tl.load(row_of_slot + slot, mask=there, other=0).to(tl.int64)
+            source = tl.load(slot_row + slot, mask=there, other=0).to(tl.int64)
         at = (pair // experts).to(tl.int64) * of_adapter + (pair % experts).to(tl.int64) * of_expert
         r = tl.arange(0, RANKS)
         total = tl.zeros((ROWS, RANKS), tl.float32)
@@ -103,7 +103,7 @@ def _shrink(
 
 @triton.jit
 def _expand(
-    inner, weights, pair_of_block, row_of_block, ends, slot_of_row, row_of_slot, first, second, out, pairs, experts,
+    inner, weights, pair_of_block, row_of_block, ends, row_slot, slot_row, first, second, out, pairs, experts,
     of_adapter, of_expert, of_row, n, rank, rows, width, ADD: tl.constexpr, ROWS: tl.constexpr, RANKS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):  # fmt: skip
@@ -112,7 +112,7 @@ def _expand(
     if pair < pairs:
         row = tl.load(row_of_block + block) + tl.arange(0, ROWS)
         there = row < tl.load(ends + pair)
-        slot = tl.load(slot_of_row + row, mask=there, other=0)
+        slot = tl.load(row_slot + row, mask=there, other=0)
         at = (pair // experts).to(tl.int64) * of_adapter + (pair % experts).to(tl.int64) * of_expert
         r = tl.arange(0, RANKS)
         column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
@@ -129,7 +129,7 @@ def _expand(
         change = tl.dot(values, b, input_precision="ieee")
         mask = there[:, None] & (column < n)[None, :]
         if ADD:
-            to = tl.load(row_of_slot + slot, mask=there, other=0).to(tl.int64)
+            to = tl.load(slot_row + slot, mask=there, other=0).to(tl.int64)
             target = out + to[:, None] * width + part * n + column[None, :]
             change += tl.load(target, mask=mask, other=0.0).to(tl.float32)
         else:
@@ -138,32 +138,32 @@ def _expand(
         tl.store(target, change.to(out.dtype.element_ty), mask=mask)
 
 
-def shrink(x: Tensor, where: Blocks, top_k: int, row_of_slot: Tensor | None, a: tuple[Tensor, ...]) -> Tensor:
+def shrink(x: Tensor, where: Blocks, top_k: int, slot_row: Tensor | None, a: tuple[Tensor, ...]) -> Tensor:
     """Multiply x by A of each row's pair -> (P, M, R) of A's dtype; rows without a pair stay uninitialized.
 
     Args:
-        x: (T, K), or with row_of_slot (M, K), contiguous.
+        x: (T, K), or with slot_row (M, K), contiguous.
         where: the blocks.
         top_k: A.
-        row_of_slot: int32 (T, A), the row of x of each slot, or None.
+        slot_row: int32 (T, A), the row of x of each slot, or None.
         a: P tensors (S, E or 1, R, K), contiguous.
     """
     (_, _, rank, k), rows = a[0].shape, where.row_slot.shape[0]
     out = a[0].new_empty(len(a), rows, rank)
-    slot_row = where.row_slot if row_of_slot is None else row_of_slot
     _shrink[(where.pair.shape[0], len(a))](
-        x, where.pair, where.row, where.ends, where.row_slot, slot_row, a[0], a[-1], out, where.ends.shape[0],
-        where.experts, *strides(a[0]), k, rank, rows, TOP_K=top_k, BY_ROW=row_of_slot is not None, ROWS=_ROWS,
+        x, where.pair, where.row, where.ends, where.row_slot,
+        where.row_slot if slot_row is None else slot_row, a[0], a[-1], out, where.ends.shape[0],
+        where.experts, *strides(a[0]), k, rank, rows, TOP_K=top_k, BY_ROW=slot_row is not None, ROWS=_ROWS,
         RANKS=_ranks(rank), WIDTH=_WIDTH, num_warps=4,
     )  # fmt: skip
     return out
 
 
-def expand_rows(out: Tensor, inner: Tensor, where: Blocks, row_of_slot: Tensor, b: tuple[Tensor, ...]) -> None:
+def expand_rows(out: Tensor, inner: Tensor, where: Blocks, slot_row: Tensor, b: tuple[Tensor, ...]) -> None:
     """Adds B times `inner` to the rows (M, P * N) of the slots, in place.
 
     `b` are P tensors (S, E or 1, N, R); each may have every second row of a tensor."""
-    _launch(out, inner, where, inner, row_of_slot, b, True)
+    _launch(out, inner, where, inner, slot_row, b, True)
 
 
 def expand(inner: Tensor, where: Blocks, weights: Tensor, b: Tensor) -> Tensor:
@@ -174,11 +174,11 @@ def expand(inner: Tensor, where: Blocks, weights: Tensor, b: Tensor) -> Tensor:
 
 
 def _launch(
-    out: Tensor, inner: Tensor, where: Blocks, weights: Tensor, row_of_slot: Tensor, b: tuple[Tensor, ...], add: bool
+    out: Tensor, inner: Tensor, where: Blocks, weights: Tensor, slot_row: Tensor, b: tuple[Tensor, ...], add: bool
 ) -> None:
     _, _, n, rank = b[0].shape
     _expand[(where.pair.shape[0], triton.cdiv(n, _COLUMNS), len(b))](
-        inner, weights, where.pair, where.row, where.ends, where.row_slot, row_of_slot, b[0], b[-1], out,
+        inner, weights, where.pair, where.row, where.ends, where.row_slot, slot_row, b[0], b[-1], out,
         where.ends.shape[0], where.experts, *strides(b[0]), b[0].stride(2), n, rank, inner.shape[1], out.shape[1],
         ADD=add, ROWS=_ROWS, RANKS=_ranks(rank), COLUMNS=_COLUMNS, num_warps=4,
     )  # fmt: skip

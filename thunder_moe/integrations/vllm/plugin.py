@@ -18,7 +18,7 @@ logger = logging.getLogger("vllm.thunder_moe")  # below vLLM's own logger, which
 
 
 def register() -> None:
-    """Register the quantization method "thunder_moe" and a model class of GPT-OSS, under names of their own.
+    """Register the quantization method "thunder_moe" and model classes, under names of their own.
 
     `VLLM_PLUGINS` without "thunder_moe" turns it off, and so do `THUNDER_MOE_VLLM=0` and, with a warning, a version of
     vLLM other than the tested ones. Runs any number of times.
@@ -39,15 +39,14 @@ def register() -> None:
         return
     from vllm import ModelRegistry
 
-    from thunder_moe.integrations.vllm.configs import register_configs
+    from thunder_moe.integrations.vllm.configs import MODELS, register_configs
     from thunder_moe.integrations.vllm.graphs import add_to_key
 
     register_configs()
     add_to_key(SWITCH)
 
-    # By name: vLLM imports models in the processes that need them.
-    name = "ThunderGptOssForCausalLM"
-    ModelRegistry.register_model(name, f"thunder_moe.integrations.vllm.gpt_oss:{name}")
+    for name, module in MODELS.items():  # by name: vLLM imports models in the processes that need them
+        ModelRegistry.register_model(f"Thunder{name}", f"thunder_moe.integrations.vllm.{module}:Thunder{name}")
 
 
 def _vllm_version() -> str:
