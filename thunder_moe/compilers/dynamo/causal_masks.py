@@ -1,5 +1,5 @@
 """Proves that a mask of dynamo's graph is the causal one in every call: query i reads the keys 0 to i.
-Called by integrations/huggingface/attention.py while dynamo traces; runs a part of the graph.
+Called by attention.py, and by integrations/huggingface/attention.py while dynamo traces; runs a part of the graph.
 
 A mask that is computed from sizes alone is the same in all calls: it is computed here, once. So transformers asks of
 each prompt without a cache where other texts begin in its `position_ids`, although it has made them by arange itself.
@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, fx
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
+from thunder_moe.compilers.dynamo.effects import grad_modes, program_of, storages_of
 from thunder_moe.compilers.dynamo.nodes import value_of
 
 __all__ = ["is_causal_mask"]
@@ -49,7 +50,7 @@ def is_causal_mask(mask: fx.Node) -> bool:
 
 
 def _made_from_sizes(mask: fx.Node) -> list[fx.Node] | None:
-    """Return the nodes that compute a mask, in order; None if it depends on an input, or on what changes tensors."""
+    """Return the nodes that compute a mask, in order; None if it depends on an input, or if any node changes it."""
     needed, waiting = set[fx.Node](), [mask]
     while waiting:
         node = waiting.pop()
@@ -58,9 +59,12 @@ def _made_from_sizes(mask: fx.Node) -> list[fx.Node] | None:
         value, target = value_of(node), node.target
         name = str(target if node.op == "call_method" else getattr(target, "__name__", ""))
         known = node.op == "call_method" or target in (getattr(torch, name, None), getattr(operator, name, None))
-        # Each change in place of a tensor, or of a view of it, counts its version up.
-        if name not in _PURE or not known or not isinstance(value, Tensor) or value._version != 0:
+        if name not in _PURE or not known or not isinstance(value, Tensor):
             return None
         needed.add(node)
         waiting += node.all_input_nodes
+    storages = storages_of([value_of(node) for node in needed])
+    program = program_of(mask.graph, grad_modes(mask.graph, True), value_of, {})
+    if any(step.changes(storages) for step in program.steps):
+        return None
     return [node for node in mask.graph.nodes if node in needed]
