@@ -133,8 +133,8 @@ def _masks(config: Any, rows: Tensor, ones: Tensor, cache: Any, positions: Tenso
 
 @torch.no_grad()
 def prefill(forward: Forward, ids: Tensor, kept: int = 1) -> Tensor:
-    """Return logits (1, kept, vocabulary) of the last tokens of a prompt (1, tokens)."""
-    logits: Tensor = forward(ids, use_cache=False, logits_to_keep=kept).logits
+    """Return logits (1, kept, vocabulary) of the last tokens of a prompt (1, tokens), which goes into a new cache."""
+    logits: Tensor = forward(ids, use_cache=True, logits_to_keep=kept).logits
     return logits
 
 

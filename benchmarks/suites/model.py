@@ -14,7 +14,7 @@ else of the run computes; a cell whose quartiles are more than 5 % of its median
 
 - a decode step for each of --batch, after --context tokens in a static cache, with the mask that generate() prepares.
   On CUDA a compiled step is one CUDA graph, replayed with a cold L2 cache; an eager one is a plain call.
-- the time to the first token of prompts of --prompts tokens, in plain calls, without a cache.
+- the time to the first token of prompts of --prompts tokens, in plain calls, with a new cache.
 - tokens per second of eager generate(), for the columns that run without a compiler.
 - memory, the time to build and to quantize, and the time of each first call, which compiles.
 

@@ -5,6 +5,7 @@ Called by pytest; its function alone, then whole models, with padding and static
 import pytest
 import torch
 import torch.nn.functional as F
+from fast_cases import others_slow
 from interpreters import fresh_python
 from tiny_models import ARCHITECTURES, tiny_config, tiny_model, tokens
 from torch import nn
@@ -14,6 +15,7 @@ transformers = pytest.importorskip("transformers")
 from transformers import masking_utils  # noqa: E402
 from transformers.integrations.sdpa_attention import sdpa_attention_forward  # noqa: E402
 
+from thunder_moe import fast_generate  # noqa: E402
 from thunder_moe.integrations.huggingface import attention  # noqa: E402
 from thunder_moe.integrations.huggingface.attention import NAME, grouped_sdpa_attention, grouped_sdpa_mask  # noqa: E402
 from thunder_moe.kernels.attention import cudnn_groups_heads, cudnn_groups_heads_of  # noqa: E402
@@ -288,6 +290,14 @@ def test_other_masks_are_those_of_sdpa(changes):
     assert (mask is None and expected is None) or torch.equal(mask, expected)
 
 
+@pytest.mark.parametrize("compiled", [False, True])
+def test_masks_that_the_model_asks_for(compiled):
+    """A model that reads its mask itself does not let it be left out."""
+    given = dict(batch_size=2, q_length=9, kv_length=9, allow_is_causal_skip=False)
+    make = torch.compile(grouped_sdpa_mask, backend="eager", fullgraph=True) if compiled else grouped_sdpa_mask
+    assert torch.equal(make(**given), masking_utils.sdpa_mask(**given))
+
+
 def test_models_without_sdpa_refuse_it():
     with pytest.raises(ValueError, match="GptOss.*scaled_dot_product_attention"):
         tiny_model("gpt_oss").set_attn_implementation(NAME)
@@ -346,6 +356,146 @@ def test_sliding_windows_in_16_bits(dtype):
         logits = [model(prompt, attention_mask=torch.ones_like(prompt)).logits.double() for model in (ours, sdpa, full)]
     assert error(logits[0], logits[1]) < 2e-2
     assert error(logits[0], logits[2]) > 0.1
+
+
+OLD = transformers.__version__.startswith("5.7.")
+ONES = torch.ones(2, 9, dtype=torch.int64)
+PADDED = torch.tensor([[0] * 3 + [1] * 6, [1] * 9])
+PACKED = torch.tensor([[*range(4), *range(5)]] * 2)
+# (model, changes of its config, arguments): the masked calls of attention in the two layers, eagerly and compiled.
+PROMPTS = {
+    "dynamic cache": ("qwen3_moe", {}, {}, 0, 0),
+    "no cache": ("qwen3_moe", {}, dict(use_cache=False), 0, 0),
+    "positions": ("qwen3_moe", {}, dict(use_cache=False, position_ids=torch.arange(9)[None]), 0, 2),
+    "packed": ("qwen3_moe", {}, dict(use_cache=False, position_ids=PACKED), 2, 2),
+    "ones": ("qwen3_moe", {}, dict(attention_mask=ONES), 0, 2),
+    "ones behind": ("qwen3_moe", {}, dict(attention_mask=ONES, cache="new"), 0, 2),
+    "left": ("qwen3_moe", {}, dict(attention_mask=PADDED), 2, 2),
+    "right": ("qwen3_moe", {}, dict(attention_mask=PADDED.flip(1)), 2, 2),
+    "left in a static cache": ("qwen3_moe", {}, dict(attention_mask=F.pad(PADDED, (0, 7), value=1), cache="new"), 2, 2),
+    "short": ("qwen3_moe", {}, dict(attention_mask=ONES[:, :7], cache="new"), 2, 2),
+    "new static cache": ("qwen3_moe", {}, dict(cache="new"), 0, 0),
+    "reset static cache": ("qwen3_moe", {}, dict(cache="reset"), 0, 2),
+    "capacity": ("qwen3_moe", {}, dict(attention_mask=torch.ones(2, 16), cache="reset"), 0, 2),
+    "filled static cache": ("qwen3_moe", {}, dict(cache="filled"), 2, 2),
+    "window": ("mixtral", dict(sliding_window=9), {}, 0, 0),
+    "window without a cache": ("mixtral", dict(sliding_window=9), dict(use_cache=False), 0, 0),
+    "shorter window": ("mixtral", dict(sliding_window=8), {}, 2, 2),
+    "shorter window without a cache": ("mixtral", dict(sliding_window=8), dict(use_cache=False), 2, 2),
+    "chunk": ("llama4", dict(attention_chunk_size=9), {}, 0, 0),
+    "chunk without a cache": ("llama4", dict(attention_chunk_size=9), dict(use_cache=False), 0, 0),
+    "shorter chunk": ("llama4", dict(attention_chunk_size=8), {}, 2, 2),
+}
+
+
+def with_cache(model, cache=None, **options):
+    """Arguments of a call with a static cache of 16 tokens: a new one, one that held a prompt, or one that holds 4."""
+    if cache is not None:
+        options["past_key_values"] = transformers.StaticCache(config=model.config, max_cache_len=16)
+        if cache != "new":
+            model(tokens(length=4), past_key_values=options["past_key_values"])
+        if cache == "reset":
+            options["past_key_values"].reset()
+    return options
+
+
+def check_prompt(case, seen, compiled):
+    name, changes, given, *masked = PROMPTS[case]
+    if given.get("cache") and not compiled and OLD:
+        pytest.skip("transformers 5.7 asks for a mask with every static cache")
+    ours, sdpa, _ = models(name, **changes)
+    forward = torch.compile(ours, backend="eager", fullgraph=True) if compiled else ours
+    with torch.no_grad():
+        expected, options = sdpa(tokens(), **with_cache(sdpa, **given)).logits, with_cache(ours, **given)
+        seen.clear()
+        out = forward(tokens(), **options).logits
+    rows = given.get("attention_mask", ONES)[:, :9].bool()
+    assert error(out[:, : rows.shape[1]][rows], expected[:, : rows.shape[1]][rows].double()) < 1e-5
+    without = [(key.shape[2], options["is_causal"]) for _, key, _, options in seen if options["attn_mask"] is None]
+    assert without == [(9, True)] * (2 - masked[compiled])
+    assert len(seen) == 2
+
+
+@pytest.mark.parametrize("case", PROMPTS)
+def test_prompts_without_a_mask(case, seen):
+    check_prompt(case, seen, compiled=False)
+
+
+@pytest.mark.parametrize(
+    "case", others_slow(PROMPTS, ["no cache", "packed", "ones", "reset static cache", "window", "shorter window"])
+)
+def test_compiled_prompts_without_a_mask(case, seen):
+    check_prompt(case, seen, compiled=True)
+
+
+@pytest.mark.parametrize(("name", "changes"), [("qwen3_moe", {}), ("mixtral", dict(sliding_window=9))])
+@pytest.mark.slow
+def test_compiled_prompts_of_any_length(name, changes, seen):
+    ours, sdpa, _ = models(name, **changes)
+    forward = torch.compile(ours, backend="eager", fullgraph=True)
+    with torch.no_grad():
+        for length in (9, 7, 12, 5, 11):
+            prompt = tokens(length=length)
+            expected = sdpa(prompt).logits
+            seen.clear()
+            assert error(forward(prompt).logits, expected.double()) < 1e-5
+            assert all((call["attn_mask"] is None) == (length <= 9 or not changes) for *_, call in seen)
+
+
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize(
+    "options",
+    [{}, dict(cache_implementation="static"), dict(custom_generate=fast_generate)],
+    ids=["dynamic", "static", "fast_generate"],
+)
+def test_prompts_of_generate(options, padded, seen):
+    if options and OLD:
+        pytest.skip("transformers 5.7 asks for a mask with every static cache")
+    ours, sdpa, _ = models("qwen3_moe")
+    for _ in range(2):  # the second call of fast_generate finds the cache of the first
+        seen.clear()
+        how = dict(attention_mask=PADDED if padded else ONES, max_new_tokens=3, do_sample=False)
+        out = ours.generate(tokens(), **how, **options)
+        assert torch.equal(out, sdpa.generate(tokens(), **how))
+        prompts = [(key.shape[2], call["attn_mask"]) for query, key, _, call in seen[:2] if query.shape[2] == 9]
+        assert prompts == [(9, None)] * 2 or padded
+        assert not padded or all(mask is not None for _, mask in prompts)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("given", [{}, dict(use_cache=False), dict(use_cache=False, position_ids=PACKED)], ids=str)
+def test_prompts_on_cuda(given, seen):
+    given = {name: value.cuda() if name == "position_ids" else value for name, value in given.items()}
+    ours, sdpa = (model.cuda() for model in models("qwen3_moe", torch.bfloat16)[:2])
+    with torch.no_grad():
+        expected = sdpa(tokens().cuda(), **given).logits
+        seen.clear()
+        out = torch.compile(ours, backend="aot_eager", fullgraph=True)(tokens().cuda(), **given).logits
+    assert error(out, expected.double()) < 2e-2
+    assert {options.get("attn_mask") is None for *_, options in seen} == {"position_ids" not in given}
+
+
+@pytest.mark.parametrize("checkpoint", [False, True])
+@pytest.mark.slow
+def test_training_without_a_mask(checkpoint):
+    causal, gradients = [], []
+
+    def backend(graph_module, inputs):
+        for graph in (each.graph for each in graph_module.modules() if isinstance(each, torch.fx.GraphModule)):
+            for node in graph.find_nodes(op="call_function", target=F.scaled_dot_product_attention):
+                causal.append(node.kwargs["attn_mask"] is None and node.kwargs["is_causal"])
+        return torch._dynamo.lookup_backend("aot_eager")(graph_module, inputs)
+
+    for model in models("qwen3_moe")[:2]:
+        model.set_experts_implementation("batched_mm")  # "grouped_mm" of transformers 5.17 does not train on a CPU
+        if checkpoint:
+            model.train().gradient_checkpointing_enable()
+        forward = model if gradients else torch.compile(model, backend=backend, fullgraph=True)
+        forward(tokens(), labels=tokens(), use_cache=False).loss.backward()
+        gradients.append([parameter.grad for parameter in model.parameters() if parameter.grad is not None])
+    assert causal == [True, True]
+    for ours, theirs in zip(*gradients, strict=True):
+        assert error(ours, theirs.double()) < 1e-5
 
 
 def test_chosen_later():

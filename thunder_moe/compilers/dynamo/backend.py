@@ -33,10 +33,10 @@ def thunder_moe_backend(
         mode: as inductor's ("reduce-overhead", "max-autotune", ...).
         options: the inner compiler's options, and ``"thunder_moe.inner"``: "inductor" (the default), "thunder",
             "eager", "aot_eager" or any other backend's name. ``"thunder_moe.attention"``: whether decode steps read
-            keys and values without repeating them for the heads of a group: True, False, or None (the default) for on
-            CUDA; not by Thunder. ``"thunder_moe.format"``: the number format of the weights, "nvfp4" (the default) or
-            "mxfp8", or a function of a weight's qualified name and its `GroupedGemm` that names one; None leaves the
-            weight 16-bit.
+            keys and values without repeating them for the heads of a group, and causal masks become ``is_causal=True``:
+            True, False, or None (the default) for on CUDA; not by Thunder. ``"thunder_moe.format"``: the number format
+            of the weights, "nvfp4" (the default) or "mxfp8", or a function of a weight's qualified name and its
+            `GroupedGemm` that names one; None leaves the weight 16-bit.
         dynamic: as inductor's.
 
     Returns:

@@ -1,9 +1,9 @@
 """The rewrite of dynamo's graphs: frozen expert GEMMs -> NVFP4 operators, their packed weights further inputs.
 Called by compiled_graph.py; calls scopes.py and the finders, which decide; then replace.py, which changes the graph.
 
-remove masks that do nothing -> find grouped GEMMs, also in nested graphs -> replace a frozen weight by its packed
-inputs, its GEMM by the operator, gate + up + SwiGLU by the fused operator, experts that run on all tokens by routed
-experts, GEMMs that train by the operator whose gradient accepts any strides -> report.
+take causal masks from attention, remove masks that do nothing -> find grouped GEMMs, also in nested graphs -> replace
+a frozen weight by its packed inputs, its GEMM by the operator, gate + up + SwiGLU by the fused operator, experts that
+run on all tokens by routed experts, GEMMs that train by the operator whose gradient accepts any strides -> report.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, fx
 
 from thunder_moe.compilers.dynamo.all_experts_bmm_pattern import AllExpertsBmm, find_all_experts_bmm
-from thunder_moe.compilers.dynamo.attention import find_repeated_attention, group_heads
+from thunder_moe.compilers.dynamo.attention import find_repeated_attention, group_heads, take_causal_masks
 from thunder_moe.compilers.dynamo.decode_attention import fuse_decode_attention
 from thunder_moe.compilers.dynamo.expert_ids import remove_noop_masks
 from thunder_moe.compilers.dynamo.fused_moe_pattern import find_fused_moe, fused_moe_of_gathered_bmm
@@ -61,6 +61,8 @@ def rewrite(
         (None: it is rewritten on CUDA) and on routers.
     """
     scopes, weights = _scopes_and_weights(gm, example_inputs)
+    for scope in scopes if attention is not False else ():
+        take_causal_masks(scope, on_any_device=attention is True)
     if sum(remove_noop_masks(scope) for scope in scopes):
         scopes, weights = _scopes_and_weights(gm, example_inputs)
     fused = [] if attention is False else fuse_decode_attention(scopes, on_any_device=attention is True)

@@ -13,10 +13,13 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._dynamo.comptime import comptime
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, causal_mask_function, sdpa_mask
 from transformers.modeling_utils import AttentionInterface
+from transformers.utils.import_utils import is_tracing
 
+from thunder_moe.compilers.dynamo.causal_masks import is_causal_mask
 from thunder_moe.kernels.attention import cudnn_groups_heads, cudnn_groups_heads_of
 
 __all__ = ["NAME", "grouped_sdpa_attention", "grouped_sdpa_mask"]
@@ -47,6 +50,8 @@ def grouped_sdpa_attention(
     it groups the heads; elsewhere the heads of a group are further rows of the query, (B, Hkv, G * Q, D), for up to 64
     new tokens. Without a mask, and for models whose heads have keys of their own, it calls "sdpa".
 
+    While dynamo traces, a mask that depends on no input and hides later keys alone is replaced by ``is_causal=True``.
+
     Args:
         module: the attention layer.
         query: (B, Hq, Q, D).
@@ -73,6 +78,12 @@ def grouped_sdpa_attention(
             raise ValueError(
                 f'{name}: got them, attn_implementation="{NAME}" attends to all keys of the mask; use "sdpa"'
             )
+    queries = query.shape[2]
+    own = kwargs.get("position_bias") is None and kwargs.get("cache") is None and not kwargs.get("output_attentions")
+    if attention_mask is not None and own and queries > 1 and torch.compiler.is_dynamo_compiling():
+        comptime(_look_at_mask)
+        if _is_causal_in_graph():
+            attention_mask, is_causal = None, True
     if attention_mask is not None and attention_mask.is_floating_point() and attention_mask.dtype != query.dtype:
         # cuDNN of torch 2.11 takes a float32 mask of 16-bit queries for one of 16 bits. Finite numbers stay finite: a
         # row of padding that attends to nothing keeps its weights.
@@ -80,8 +91,11 @@ def grouped_sdpa_attention(
         finite = attention_mask.clamp_min(least).to(query.dtype)
         attention_mask = torch.where(attention_mask == -torch.inf, -torch.inf, finite)
     masked = attention_mask is not None and attention_mask.ndim == 4 and query.shape[1] > key.shape[1]
-    own = kwargs.get("position_bias") is None and kwargs.get("cache") is None and not kwargs.get("output_attentions")
     out = _grouped(query, key, value, attention_mask, dropout, scaling) if masked and own else None
+    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    if attention_mask is None and own and causal and 1 < queries < key.shape[2]:
+        # A prompt in a static cache: transformers 5.7 hands over all of the cache, which no fused kernel takes.
+        key, value = key[:, :, :queries], value[:, :, :queries]
     if out is None:
         return sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, is_causal=is_causal, **kwargs
@@ -90,11 +104,15 @@ def grouped_sdpa_attention(
 
 
 def grouped_sdpa_mask(**given: Any) -> Tensor | None:
-    """Make the mask that transformers' `sdpa_mask` makes, as generate() does at each step ahead of the compiled model.
+    """Make the mask that transformers' `sdpa_mask` makes, or None where attention's causal form needs none.
 
-    For one new token behind a static cache it takes a third of the operations, and 16-bit models get the numbers that
-    are added to the logits, 0 and -inf. SDPA would convert a bool mask to them in every layer: 1.2 us of a layer of a
-    compiled decode step on an H200, and launches of an eager one.
+    A prompt needs none if no text is padded, no token is cached, and all of it is in one window or chunk. `sdpa_mask`
+    makes one all the same in compiled prompts (transformers 5.17), for an `attention_mask` that covers a static cache,
+    and for windows that are as long as the prompt.
+
+    For one new token behind a static cache it takes a third of the operations of `sdpa_mask`, and 16-bit models get the
+    numbers that are added to the logits, 0 and -inf. SDPA would convert a bool mask to them in every layer: 1.2 us of a
+    layer of a compiled decode step on an H200, and launches of an eager one.
 
     Args:
         **given: the arguments of `sdpa_mask`.
@@ -102,6 +120,10 @@ def grouped_sdpa_mask(**given: Any) -> Tensor | None:
     Returns:
         (B, 1, Q, L), bool (True: attend) or 16-bit numbers to add; or None where none is needed.
     """
+    if given["q_length"] > 1:
+        if _is_causal(given):
+            return None
+        given["allow_is_causal_skip"] = False  # `sdpa_mask` would look again for a part of these cases
     plain = (
         given.get("mask_function") is causal_mask_function and not given.get("use_vmap") and not given.get("local_size")
     )
@@ -121,6 +143,48 @@ def grouped_sdpa_mask(**given: Any) -> Tensor | None:
     if dtype not in (torch.bfloat16, torch.float16):
         return attended
     return attended.new_zeros(attended.shape, dtype=dtype).masked_fill_(~attended, -torch.inf)
+
+
+def _is_causal(given: dict[str, Any]) -> bool:
+    """True if query i of a prompt reads the keys 0 to i: there is neither padding, nor a past, nor a window to leave.
+
+    Tensors that say so are read once, which waits for the GPU, and not while anything traces or captures.
+    """
+    queries, window, start = given["q_length"], given.get("local_size"), given.get("q_offset", 0)
+    padding: Tensor | None = given.get("attention_mask")
+    if not given.get("allow_is_causal_skip", True) or given.get("kv_offset", 0) != 0:
+        return False
+    if window is not None and queries > window:
+        return False
+    facts = []
+    if isinstance(start, Tensor):  # the number of tokens in a static cache
+        facts.append(start == 0)
+    elif start != 0:
+        return False
+    if padding is not None:  # causality hides the keys behind the new tokens
+        if padding.shape[1] < queries:
+            return False
+        facts.append(padding[:, :queries])
+    if facts:
+        return not is_tracing(facts[0]) and bool(torch.stack([fact.all() for fact in facts]).all())
+    # An exported graph may be given one new token, which reads all keys.
+    return torch.compiler.is_dynamo_compiling() or not torch.compiler.is_exporting()
+
+
+def _look_at_mask(frame: Any) -> None:
+    """Note for `_was_causal` if `attention_mask`, a variable of the frame that dynamo traces, is the causal mask."""
+    mask = frame.get_local("attention_mask").as_proxy().node
+    version = mask.meta["example_value"]._version  # of its changes in place; the layers of a model share a mask
+    if mask.meta.get("thunder_moe_causal", (None,))[0] != version:
+        mask.meta["thunder_moe_causal"] = version, is_causal_mask(mask)
+    _LOOKED[:] = [mask.meta["thunder_moe_causal"][1]]
+
+
+def _was_causal() -> bool:
+    return _LOOKED.pop()
+
+
+_LOOKED: list[bool] = []  # dynamo traces in one thread at a time
 
 
 def _grouped(
@@ -153,6 +217,7 @@ def _cudnn_groups_heads(query: Tensor, key: Tensor, value: Tensor, mask: Tensor,
 
 
 _constant: Any = torch.compiler.assume_constant_result
+_is_causal_in_graph: Callable[[], bool] = _constant(_was_causal)
 _cudnn_groups_heads_of: Callable[..., bool] = _constant(cudnn_groups_heads_of)
 
 
