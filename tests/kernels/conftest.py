@@ -56,6 +56,9 @@ def late_result(argument):
     argument = getattr(argument, "gemm", argument)
     if getattr(argument, "x_from_previous_kernel", False):
         return argument.x, 2 * argument.rows * argument.k
+    if getattr(argument, "prefetch", False):  # a row of the router, or the beginning of the query
+        router = getattr(argument, "router", None)
+        return (argument.query, 128) if router is None else (argument.x, 2 * router.tokens * argument.hidden_size)
     if getattr(argument, "rows_from_previous_kernel", False):
         return argument.rows, 2 * argument.num_rows * argument.n
     return None, 0

@@ -18,7 +18,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from thunder_moe import f16a_nvfp4weight_scaled_grouped_mm, moe_route
 from thunder_moe.formats.nvfp4 import quantize
 from thunder_moe.kernels.select import use_backend
-from thunder_moe.ops import experts_lora, fake_quantize, operator, scaled_mm  # noqa: F401  (register the operators)
+from thunder_moe.ops import decode_attention, experts_lora, fake_quantize, operator, scaled_mm  # noqa: F401  (register the operators)
 from thunder_moe.ops.grouped_mm import operands
 from thunder_moe.ops.operator import OPERATORS, is_plain_eager
 from thunder_moe.ops.scaled_mm import dense_operands
@@ -42,12 +42,15 @@ SCHEMAS = {
     ' str gate_up_layout="linear", str down_layout="linear", float alpha=1., float? limit=None,'
     " float up_shift=0., SymInt expert_ranks=1) -> Tensor",
     "f16a_nvfp4weight_scaled_mm": f"(Tensor activation, {DENSE_WEIGHT}, Tensor? bias=None, *,"
-    ' str layout="linear") -> Tensor',
+    ' str layout="linear", bool prefetch=False) -> Tensor',
     "f16a_nvfp4weight_scaled_mm_dgrad": f'(Tensor grad, {DENSE_WEIGHT}, *, str layout="linear") -> Tensor',
+    "decode_attention": "(Tensor query, Tensor key, Tensor value, Tensor(a3!) key_cache, Tensor(a4!) value_cache,"
+    " Tensor position, Tensor? mask=None, Tensor? cos=None, Tensor? sin=None, Tensor? query_norm=None,"
+    " Tensor? key_norm=None, *, float epsilon=0., float scale, bool prefetch=False) -> Tensor",
     "moe_linear_router": "(Tensor hidden_states, Tensor weight, Tensor? linear_bias=None, Tensor? bias=None, *,"
     ' SymInt top_k, str score="softmax", bool normalize=True, float epsilon=0., float least_sum=0., float scale=1.,'
     " SymInt num_groups=1, SymInt top_groups=1, SymInt group_best=2, bool mask_to_zero=False,"
-    " ScalarType? logits_dtype=None, ScalarType? scores_dtype=None)"
+    " ScalarType? logits_dtype=None, ScalarType? scores_dtype=None, bool prefetch=False)"
     " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
     "moe_route": "(Tensor expert_ids, SymInt num_experts) -> (Tensor, Tensor, Tensor)",
     "moe_router": '(Tensor logits, Tensor? bias=None, *, SymInt top_k, str score="softmax", bool normalize=True,'
@@ -84,7 +87,7 @@ def test_gradients_belong_to_the_arguments_of_their_names(name):
     described = OPERATORS[name]
     names = list(described.signature.parameters)
     assert [names[position] for position in described.positions] == list(described.differentiable)
-    assert bool(described.positions) == (name not in ("moe_linear_router", "moe_route"))
+    assert bool(described.positions) == (name not in ("decode_attention", "moe_linear_router", "moe_route"))
 
 
 def test_the_public_function_has_the_signature_and_the_documentation():
@@ -104,6 +107,7 @@ def test_results_have_the_shapes_and_may_be_changed_in_place(backend):
     down = operands(quantize(torch.randn(4, 48, 16)))
     dense = dense_operands(quantize(torch.randn(1, 32, 48)))
     calls = {
+        "decode_attention": (*torch.randn(3, 2, 2, 16), *torch.randn(2, 2, 2, 5, 16), torch.tensor([3])),
         "moe_linear_router": (x, torch.randn(4, 48)),
         "moe_route": (ids, 4),
         "moe_router": (torch.randn(3, 4),),
@@ -121,7 +125,7 @@ def test_results_have_the_shapes_and_may_be_changed_in_place(backend):
     in_mxfp8 = {name for name in OPERATORS if "mxfp8" in name}  # tests/ops/test_mxfp8_operators.py
     assert calls.keys() == OPERATORS.keys() - in_mxfp8
     for name, args in calls.items():
-        options = dict(top_k=2) if name.endswith("router") else {}
+        options = dict(top_k=2) if name.endswith("router") else dict(scale=1.0) if "attention" in name else {}
         first = args[0].clone().requires_grad_(args[0].is_floating_point())
         for grad in (False, True):
             with use_backend(backend), torch.set_grad_enabled(grad):

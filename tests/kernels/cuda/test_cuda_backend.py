@@ -84,8 +84,9 @@ def test_tokens_may_lie_unaligned_and_weights_be_shared_by_rows(layout):
     assert relative_error(out, grouped_mm(rows, exact, offsets)) < 5e-3
 
 
-# They may read before they wait; tests/kernels/cuda/test_layer.py hides from them what they have to wait for.
-EARLY_READERS = {"mm_tiled_cluster", "grouped_mm_tiled_mma", "combine"}
+# They may read before they wait; the emulator hides from them what they have to wait for (`late_result`).
+EARLY_READERS = {"mm_tiled_cluster", "mm_tiled_direct", "grouped_mm_tiled_mma", "combine", "decode_attention"}
+EARLY_READERS.add("router_linear")
 
 
 @pytest.mark.parametrize("file", sorted(cuda_configs.COMMON.parent.glob("*.cu")), ids=lambda file: file.stem)

@@ -10,6 +10,7 @@ from oracle import relative_error
 
 from thunder_moe.kernels.cuda import backend as cuda
 from thunder_moe.kernels.cuda import decode_attention as launches
+from thunder_moe.kernels.cuda import operators
 
 TOLERANCE = {torch.bfloat16: 6e-3, torch.float16: 1e-3}
 SPLITS = (1, 2, 8, 16)
@@ -46,6 +47,17 @@ def test_parts_of_one_projection(device):
     operands[:3] = [part.unflatten(1, (-1, 64)) for part in parts]
     assert not operands[0].is_contiguous()
     check(operands)
+
+
+def test_prefetch_gives_the_same_bits(device):
+    results = []
+    for prefetch in (False, True):
+        *tensors, epsilon, scale = make(device, torch.bfloat16, 2, 8, 2, 64, 200)
+        tensors[4][:, :, int(tensors[5])] = torch.nan  # read early, and not used
+        options = dict(epsilon=epsilon, scale=scale, prefetch=prefetch)
+        results.append((operators.run("decode_attention", *tensors, **options), *tensors[3:5]))
+    for one, other in zip(*results, strict=True):
+        assert torch.equal(one, other)
 
 
 def test_stale_keys_and_values_make_no_difference(device):

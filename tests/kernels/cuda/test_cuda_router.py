@@ -122,3 +122,12 @@ def test_more_tokens_take_a_linear_layer_of_torch(emulated, monkeypatch):
     check_linear(1, 68, dict(top_k=2), torch.float16)
     check_linear(0, 64, dict(top_k=2), torch.float16)
     check_linear(1, 64, dict(top_k=2), torch.float32)
+
+
+def test_weights_read_early_give_the_same_bits(emulated):
+    """The emulator hides the rows until the kernel waits for them."""
+    x, weight = torch.randn(2, 2056).bfloat16(), torch.randn(40, 2056).bfloat16()
+    options = vars(RouterConfig(4)) | dict(logits_dtype=None, scores_dtype=None)
+    results = [operators.run("moe_linear_router", x, weight, prefetch=early, **options) for early in (False, True)]
+    for one, other in zip(*results, strict=True):
+        assert torch.equal(one, other)

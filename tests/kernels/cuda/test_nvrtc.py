@@ -20,7 +20,17 @@ from thunder_moe.kernels import code_cache
 from thunder_moe.kernels.cuda import arguments as cuda_arguments
 from thunder_moe.kernels.cuda import backend as cuda
 from thunder_moe.kernels.cuda import configs as cuda_configs
-from thunder_moe.kernels.cuda import linear, low_rank, nvrtc, prepared, router, training, wgrad
+from thunder_moe.kernels.cuda import (
+    decode_attention,
+    direct,
+    linear,
+    low_rank,
+    nvrtc,
+    prepared,
+    router,
+    training,
+    wgrad,
+)
 from thunder_moe.kernels.cuda.configs import GemmConfig, Point
 
 pytestmark = pytest.mark.skipif(nvrtc.missing_reason() is not None, reason=str(nvrtc.missing_reason()))
@@ -202,7 +212,14 @@ def test_other_kernels_compile(kept, capability):
         for argument, (sources, expressions) in OTHERS.items()
         for expression in expressions[HALVES.get(capability, slice(None))] or expressions
     }
+    if capability >= (9, 0):
+        for dtype, width, tiles, splits in (("true", 128, 1, 8), ("false", 64, 2, 16), ("true", 64, 1, 1)):
+            name = f"decode_attention<{dtype}, {width}, {tiles}, {splits}>"
+            found.add((decode_attention.SOURCES, name, capability, cuda_arguments.DecodeAttentionArguments))
     if capability == (9, 0):
+        for format, numbers in (("nvfp4", "<true, 4, 8>"), ("mxfp8", "<false, 16, 4>")):
+            sources = direct.sources(format)
+            found.add((sources, f"mm_tiled_direct{numbers}", capability, cuda_arguments.GemmArguments))
         argument = cuda_arguments.TmaWgradArguments
         for dtype, (columns, stages) in itertools.product(("true", "false"), wgrad._STAGES.items()):
             found.add((wgrad.WGMMA, f"wgrad_wgmma<{dtype}, {columns}, {stages}>", capability, argument))
@@ -230,14 +247,19 @@ def test_other_kernels_compile(kept, capability):
 def test_every_kernel_and_struct_is_compiled_above():
     expressions = [name.partition("<")[0] for _, names in OTHERS.values() for name in names]
     gemms = ["grouped_mm", "grouped_mm_staged", "grouped_mm_wgmma", "grouped_mm_tiled_mma", "grouped_mm_tiled_wgmma"]
-    gemms.append("mm_tiled_cluster")
+    gemms += ["mm_tiled_cluster", "mm_tiled_direct", "decode_attention"]
     sources = "".join(file.read_text() for file in cuda_configs.COMMON.parent.glob("*.cu"))
     kernels = re.findall(r"__global__ void .*?(\w+)\(const", sources)
     others = ["order_rows", "gather_rows", "linear_wgmma", "wgrad_wgmma"]
     others += ["low_rank_linear_wgmma", "low_rank_tiled_wgmma", "low_rank_tiled_dgrad", "packed_linear_wgmma"]
     assert sorted(kernels) == sorted({*expressions, *gemms, *others})
     gemm_structs = {"GemmArguments", "TmaGemmArguments", "GatherArguments", "TmaLinearArguments", "TmaWgradArguments"}
-    gemm_structs |= {"LowRankGemmArguments", "LowRankLinearArguments", "PackedLinearArguments"}
+    gemm_structs |= {
+        "DecodeAttentionArguments",
+        "LowRankGemmArguments",
+        "LowRankLinearArguments",
+        "PackedLinearArguments",
+    }
     assert set(cuda_arguments.__all__) == {struct.__name__ for struct in OTHERS} | gemm_structs
 
 

@@ -6,6 +6,8 @@ Legend: M rows, N output and K input features.
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import torch
 
 from thunder_moe.kernels.arguments import DTYPE_CODES
@@ -14,7 +16,7 @@ from thunder_moe.kernels.cuda.chain import Address, ChainBuilder
 from thunder_moe.kernels.cuda.configs import COMMON, TILED
 from thunder_moe.kernels.specs import GemmSpec
 
-__all__ = ["append_mm", "serves_mm"]
+__all__ = ["append_mm", "serves_mm", "sources"]
 
 MOST_ROWS = 8
 # More columns take as long by the kernels with a pipeline. Decode step of Qwen3-30B-A3B, H100, us that a layer adds to
@@ -56,11 +58,15 @@ def append_mm(
         spec.weight.per_row_scale, 0, 0 if spec.bias is None else DTYPE_CODES[spec.bias], 1.0, -1.0, 0.0,
         None, False, prefetch,
     )  # fmt: skip
-    files = "ptx.cuh", f"{spec.weight.format}.cuh", "grouped_mm.cuh", "tiled_direct.cu"
-    sources = (COMMON, *(COMMON.with_name(name) for name in files))
     name = f"mm_tiled_direct<{str(spec.dtype == torch.bfloat16).lower()}, {warps}, {ahead}>"
     shared = warps * spec.rows * 2 * (64 * ahead + 8)
-    chain.launch(sources, name, 32 * warps, shared, spec.n // 16, GemmArguments, fields)
+    chain.launch(sources(spec.weight.format), name, 32 * warps, shared, spec.n // 16, GemmArguments, fields)
+
+
+def sources(format: str) -> tuple[Path, ...]:
+    """Return the files of the kernel for weights in a number format."""
+    names = "ptx.cuh", f"{format}.cuh", "grouped_mm.cuh", "tiled_direct.cu"
+    return COMMON, *(COMMON.with_name(name) for name in names)
 
 
 def _warps(spec: GemmSpec) -> int:
