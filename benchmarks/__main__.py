@@ -14,6 +14,7 @@ from typing import Any
 COMMANDS = {
     "model": "whole Hugging Face models, eager and compiled, bf16 and NVFP4: the main benchmark",
     "generate": "generate() as a user calls it: eager, with a static cache, and fast_generate",
+    "inference": "TTFT, TBOT and throughput of greedy decoding: Lightning Thunder's inference benchmark",
     "gemm": "one NVFP4 expert GEMM, every kernel backend, beside bf16 and the roofline",
     "layer": "a Llama4MoE layer: eager, Thunder and torch.compile, bf16 and NVFP4",
     "linear": "dense layers, torch's linear in bf16 and NVFP4 (on a GPU also their configurations)",

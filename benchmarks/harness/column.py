@@ -32,11 +32,21 @@ from benchmarks.harness.decode import DecodeStep, generate_tokens_per_second, pr
 from benchmarks.harness.models import build, config_of
 from benchmarks.harness.roofline import Limits
 from benchmarks.harness.timing import Timing, measure
-from thunder_moe import dequantize_, quantize_, rewrite_report
+from thunder_moe import GroupedSwiGLU, dequantize_, quantize_, rewrite_report
 from thunder_moe.integrations.huggingface.experts import expert_blocks
 from thunder_moe.kernels.dense import why_slower
 
-__all__ = ["COLUMNS", "TOLERANCE", "Form", "Spec", "run"]
+__all__ = [
+    "COLUMNS",
+    "TOLERANCE",
+    "Form",
+    "Spec",
+    "quantizer",
+    "require_rewritten",
+    "require_same_logits",
+    "run",
+    "token_errors",
+]
 
 # Of the logits' relative error, per token: the median (bf16 roundings in another order: 0.06 for GPT-OSS in bf16), and
 # the share of tokens beyond APART, which the router sends to another expert because of such a rounding.
@@ -242,9 +252,9 @@ class _Column:
                 each.token.copy_(token)  # in place: another tensor could be compiled for
                 each.rewind()
                 logits.append(each(call).float())
-            errors.append(_token_errors(*logits))
+            errors.append(token_errors(*logits))
         if self.form.backend == "thunder_moe":
-            _require_rewritten(forward, len(expert_blocks(model)))
+            require_rewritten(forward, 2 * len(expert_blocks(model)))
         self._judge(torch.cat(errors))
 
     def _check_prefill(self, forward: Callable[..., Any], tokens: int) -> None:
@@ -256,7 +266,7 @@ class _Column:
         errors = []
         for _ in range(max(2, min(CHECK_PROMPTS, CHECK_TOKENS // tokens))):
             ids = torch.randint(1, config.vocab_size, (1, tokens), generator=generator)
-            errors.append(_token_errors(prefill(forward, ids).float(), prefill(self._reference, ids).float()))
+            errors.append(token_errors(prefill(forward, ids).float(), prefill(self._reference, ids).float()))
         self._judge(torch.cat(errors))
 
     def _judge(self, errors: Tensor) -> None:
@@ -266,14 +276,7 @@ class _Column:
             RuntimeError: they are too large.
         """
         self._errors.append(errors)
-        error = max(part.median().item() for part in self._errors)
-        apart = max((part > APART).float().mean().item() for part in self._errors)
-        self.emit({"relative_error": error, "tokens_apart": apart})
-        if error > TOLERANCE or apart > MOST_APART:
-            raise RuntimeError(
-                f"wrong: relative error {error:.2g} of a token's logits, wanted at most {TOLERANCE} in the median; "
-                f"{apart:.0%} of the tokens differ by more than {APART}, wanted at most {MOST_APART:.0%}"
-            )
+        require_same_logits(self._errors, self.emit)
 
     def _build(self, layers: int | None, finish: Callable[[nn.Module, str], None] | None) -> nn.Module:
         how: dict[str, Any] = dict(attention=self.spec.attention, seed=self.spec.seed)
@@ -286,7 +289,7 @@ class _Column:
             quantized = {}
         model = build(
             self.spec.model, self.device, layers=min(CHECK_LAYERS, self.spec.layers or CHECK_LAYERS),
-            seed=self.spec.seed, finish=None if quantized is None else _quantizer(quantized),
+            seed=self.spec.seed, finish=None if quantized is None else quantizer(quantized),
         )  # fmt: skip
         return model if quantized is None else dequantize_(model)
 
@@ -300,7 +303,7 @@ class _Column:
         step, wanted = self._check_logits(None)
         _, found = self._check_logits(step)
         for pair in zip(found, wanted, strict=True):
-            self._judge(_token_errors(*pair))
+            self._judge(token_errors(*pair))
 
     def _check_logits(self, reference: DecodeStep | None) -> tuple[DecodeStep, list[Tensor]]:
         """Return the step and logits of the column, or of what it is compared with if its step `reference` is None."""
@@ -309,7 +312,7 @@ class _Column:
         else:
             quantized = self.form.quantize
             layers = min(CHECK_LAYERS, self.spec.layers or CHECK_LAYERS)
-            model = self._build(layers, None if quantized is None else _quantizer(quantized))
+            model = self._build(layers, None if quantized is None else quantizer(quantized))
         step = DecodeStep(model, CHECK_BATCH, CHECK_CONTEXT)
         generator = torch.Generator().manual_seed(1)
         ids = torch.randint(1, step.config.vocab_size, (CHECK_BATCH, CHECK_CONTEXT), generator=generator)
@@ -324,7 +327,7 @@ class _Column:
         forward = model if reference is None else self._compile(model)
         logits = [step(forward).float()]
         if reference is not None and self.form.backend == "thunder_moe":
-            _require_rewritten(forward, len(expert_blocks(model)))
+            require_rewritten(forward, 2 * len(expert_blocks(model)))
         torch._dynamo.reset()
         if self.spec.prompts:
             forward = model if reference is None else self._compile(model)
@@ -335,7 +338,7 @@ class _Column:
     def _load(self) -> nn.Module:
         """Builds the model, and quantizes each layer as soon as it is built."""
         quantizing = 0.0
-        finish = None if self.form.quantize is None else _quantizer(self.form.quantize)
+        finish = None if self.form.quantize is None else quantizer(self.form.quantize)
 
         def timed(module: nn.Module, name: str) -> None:
             nonlocal quantizing
@@ -528,22 +531,41 @@ def run(spec: Spec, emit: Callable[[dict[str, Any]], None]) -> None:
         _Column(spec, emit).run()
 
 
-def _token_errors(found: Tensor, wanted: Tensor) -> Tensor:
+def require_same_logits(parts: Sequence[Tensor], emit: Callable[[dict[str, Any]], None]) -> None:
+    """Emits the worst errors of the parts of a check, each with one relative error per token.
+
+    Raises:
+        RuntimeError: they are too large.
+    """
+    error = max(part.median().item() for part in parts)
+    apart = max((part > APART).float().mean().item() for part in parts)
+    emit({"relative_error": error, "tokens_apart": apart})
+    if error > TOLERANCE or apart > MOST_APART:
+        raise RuntimeError(
+            f"wrong: relative error {error:.2g} of a token's logits, wanted at most {TOLERANCE} in the median; "
+            f"{apart:.0%} of the tokens differ by more than {APART}, wanted at most {MOST_APART:.0%}"
+        )
+
+
+def token_errors(found: Tensor, wanted: Tensor) -> Tensor:
     """Relative error of each token's logits; infinite where anything is not finite."""
     errors: Tensor = (found - wanted).norm(dim=-1) / wanted.norm(dim=-1)
     return errors.flatten().nan_to_num(nan=torch.inf)
 
 
-def _quantizer(options: dict[str, Any]) -> Callable[[nn.Module, str], None]:
+def quantizer(options: dict[str, Any]) -> Callable[[nn.Module, str], None]:
     """Return the function that `build` calls with each layer and the model; it quantizes what quantize_ finds."""
 
     def finish(module: nn.Module, name: str) -> None:
-        if name and (expert_blocks(module) or "linears" in options):
+        # The head is in no layer; all else of the model is quantized by then.
+        parts = list(module.modules()) if name else [module.get_output_embeddings()]  # type: ignore[operator]
+        linears = [part.weight for part in parts if isinstance(part, nn.Linear) and "linears" in options]
+        if (
+            (name and expert_blocks(module))
+            or any(isinstance(part, GroupedSwiGLU) for part in parts)
+            or any(why_slower(weight.device, weight.dtype, *weight.shape) is None for weight in linears)
+        ):
             quantize_(module, **options)
-        elif not name and "linears" in options:  # the head, which is in no layer
-            weight = module.get_output_embeddings().weight  # type: ignore[operator]
-            if why_slower(weight.device, weight.dtype, *weight.shape) is None:
-                quantize_(module, **options)
 
     return finish
 
@@ -556,11 +578,12 @@ def _experts(model: nn.Module) -> list[str]:
     return [*blocks, *(name for name, module in model.named_modules() if isinstance(module, NVFP4Experts))]
 
 
-def _require_rewritten(forward: Any, layers: int) -> None:
+def require_rewritten(forward: Any, weights: int) -> None:
+    """Raise a RuntimeError unless a compiled model reads that many experts' weights in NVFP4 or MXFP8, and no other."""
     report = rewrite_report(forward)
     rewritten = {entry.gemm.weight for entry in report if entry.rewritten}
-    if len(rewritten) != 2 * layers or not all(entry.rewritten for entry in report):
-        raise RuntimeError(f"wanted the experts of {layers} layers in NVFP4, compiled was\n{report}")
+    if len(rewritten) != weights or not all(entry.rewritten for entry in report):
+        raise RuntimeError(f"wanted {weights} experts' weights in 4 or 8 bits, compiled was\n{report}")
 
 
 def main(argv: Sequence[str]) -> None:

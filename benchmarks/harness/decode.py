@@ -1,5 +1,5 @@
-"""Runs the timed parts of a model: a decode step on a static cache, a prefill, generate(); counts a step's bytes.
-Called by harness/column.py; calls transformers' caches and masks.
+"""Runs the timed parts of a model: a decode step, a loop of them, a prefill, generate(); counts a step's bytes.
+Called by harness/column.py and suites/inference.py; calls transformers' caches and masks.
 """
 
 from __future__ import annotations
@@ -11,11 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import StaticCache
+from transformers.cache_utils import StaticLayer
 from transformers.masking_utils import LAYER_PATTERN_TO_MASK_FUNCTION_MAPPING, create_masks_for_generate
 
 from benchmarks.harness.models import num_experts
 
-__all__ = ["SPARE", "DecodeStep", "generate_tokens_per_second", "prefill", "step_bytes", "tensor_bytes"]
+__all__ = ["SPARE", "DecodeStep", "GreedyLoop", "generate_tokens_per_second", "prefill", "step_bytes", "tensor_bytes"]
 
 # Free places of the cache behind the context. A step takes one, until `rewind` gives it back.
 SPARE = 64
@@ -118,6 +119,53 @@ class DecodeStep:
             for states in (layer.keys, layer.values)
         )
         return size
+
+
+class GreedyLoop:
+    """Greedy decoding behind a prompt, in a static cache whose layers all hold all tokens.
+
+    Attributes:
+        cache: `reset()` it before each prompt.
+        token: int64 (B, 1), the last one; each call replaces its value.
+        advance: runs a decode step and chooses its token; returns its logits (B, 1, vocabulary).
+    """
+
+    @torch.no_grad()
+    def __init__(self, model: Any, forward: Forward, batch: int, length: int) -> None:
+        """Allocate the cache.
+
+        Args:
+            model: of transformers.
+            forward: the model, eager or compiled.
+            batch: texts.
+            length: most tokens of a text.
+        """
+        cache_class: Callable[..., Any] = StaticCache  # its layers have no common type
+        self._forward, self.cache = forward, cache_class(config=model.config, max_cache_len=length)
+        self.cache.layers = [StaticLayer(length) for _ in self.cache.layers]
+        self.token = torch.ones(batch, 1, dtype=torch.int64, device=model.device)
+        model(self.token, past_key_values=self.cache, use_cache=True)  # makes the tensors of the cache
+        self.advance: Callable[[], Tensor] = lambda: self.read(self.token)
+
+    @torch.no_grad()
+    def read(self, ids: Tensor) -> Tensor:
+        """Run a prompt or a step and choose a token; return the logits of all."""
+        logits: Tensor = self._forward(ids, past_key_values=self.cache, use_cache=True).logits
+        self.token.copy_(logits[:, -1:].argmax(-1))
+        return logits
+
+    @torch.no_grad()
+    def capture(self) -> None:
+        """Make the decode step a CUDA graph; the model is compiled, and the cache has a free place."""
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            logits = self.advance()
+
+        def replay() -> Tensor:
+            graph.replay()
+            return logits
+
+        self.advance = replay
 
 
 def _masks(config: Any, rows: Tensor, ones: Tensor, cache: Any, positions: Tensor) -> Any:

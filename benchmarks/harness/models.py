@@ -19,11 +19,23 @@ try:
 except ImportError as error:
     raise ImportError(f"whole models need pip install 'thunder_moe[transformers]': {error}") from error
 
-from thunder_moe import register
+from transformers.models.llama4.modeling_llama4 import Llama4TextMoe
+
+from thunder_moe import Llama4MoE, register
 
 register("torch", "transformers")  # the backend "thunder_moe", and "thunder_moe_sdpa" for one
 
-__all__ = ["CONFIGS", "REAL", "build", "config_of", "has_sdpa", "num_experts", "skeleton"]
+__all__ = [
+    "CONFIGS",
+    "REAL",
+    "build",
+    "config_of",
+    "has_sdpa",
+    "num_experts",
+    "skeleton",
+    "use_llama4_moe",
+    "use_transformers_moe",
+]
 
 _AUTO: Any = AutoModelForCausalLM  # its methods have no annotations
 
@@ -51,6 +63,12 @@ REAL: dict[str, tuple[str, dict[str, Any]]] = {
         dict(vocab_size=202048, hidden_size=5120, intermediate_size=8192, intermediate_size_mlp=16384,
              num_hidden_layers=48, num_attention_heads=40, num_key_value_heads=8, head_dim=128, num_local_experts=16,
              num_experts_per_tok=1, interleave_moe_layer_step=1),
+    ),
+    "llama-4-maverick": (
+        "Llama4TextConfig",
+        dict(vocab_size=202048, hidden_size=5120, intermediate_size=8192, intermediate_size_mlp=16384,
+             num_hidden_layers=48, num_attention_heads=40, num_key_value_heads=8, head_dim=128, num_local_experts=128,
+             num_experts_per_tok=1, interleave_moe_layer_step=2, use_qk_norm=False),
     ),
 }  # fmt: skip
 # Small models of the same and other architectures: class of the configuration, and its arguments besides SIZES.
@@ -125,6 +143,7 @@ def build(
     layers: int | None = None,
     attention: str = "sdpa",
     seed: int = 0,
+    change: Callable[[nn.Module], None] | None = None,
     finish: Callable[[nn.Module, str], None] | None = None,
 ) -> nn.Module:
     """Return a frozen bf16 model in eval mode: a checkpoint's weights where `source` has them, else random ones.
@@ -135,6 +154,7 @@ def build(
         layers: another number of layers, for random weights. Layer i has the same weights whatever their number.
         attention: transformers' name of the attention; "eager" in its place for models that have no SDPA (GPT-OSS).
         seed: of random weights.
+        change: called with the model before it has random weights; it may replace modules, as `use_llama4_moe` does.
         finish: called with each decoder layer and its name once it has its weights, then with the model and "". It may
             replace modules inside. A layer's 16-bit weights that it drops are freed before the next layer is made.
     """
@@ -143,6 +163,8 @@ def build(
         model = _AUTO.from_pretrained(source, dtype=torch.bfloat16).to(device)
     else:
         model = skeleton(source, layers)
+    if change is not None:
+        change(model)
     model.eval().requires_grad_(False)
     if attention != "sdpa":
         model.set_attn_implementation(attention)  # type: ignore[operator]
@@ -156,6 +178,31 @@ def build(
     if finish is not None:
         finish(model, "")
     return model
+
+
+def use_llama4_moe(model: nn.Module) -> None:
+    """Replace Llama 4's layers of experts by this package's `Llama4MoE`, as Thunder's benchmark does by its own."""
+    for layer in _layers_with(model, Llama4TextMoe):
+        layer.feed_forward = Llama4MoE.from_transformers(layer.feed_forward)
+        layer.is_moe_layer = False  # transformers' layer also returns the router's logits, which nobody reads
+
+
+def use_transformers_moe(model: nn.Module) -> None:
+    """Undo `use_llama4_moe`, with the weights that the layers have now."""
+    for layer in _layers_with(model, Llama4MoE):
+        config: Any = model.config
+        block_class: Any = Llama4TextMoe  # its constructor has no annotations
+        with torch.device("meta"):
+            stock = block_class(config)
+        state = layer.feed_forward.state_dict()
+        gate, up, down = (state.pop(f"routed_experts.{name}_proj.weight") for name in ("gate", "up", "down"))
+        state["experts.gate_up_proj"], state["experts.down_proj"] = torch.cat([gate, up], 1).mT, down.mT
+        stock.load_state_dict(state, assign=True)
+        layer.feed_forward, layer.is_moe_layer = stock.eval().requires_grad_(False), True
+
+
+def _layers_with(model: nn.Module, block: type[nn.Module]) -> list[Any]:
+    return [layer for layer in model.modules() if isinstance(getattr(layer, "feed_forward", None), block)]
 
 
 def _layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:

@@ -27,6 +27,7 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
 __all__ = [
+    "add_device",
     "aligned",
     "comma_list",
     "command_parser",
@@ -61,8 +62,7 @@ def parser(command: str, description: str, *, shapes: bool = True) -> argparse.A
         A parser with --device, --shapes, --output, --rounds, --budget and --slow.
     """
     result = command_parser(command, description)
-    default = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    result.add_argument("--device", type=_device, default=default, help="cpu or cuda (default: %(default)s)")
+    add_device(result)
     if shapes:
         result.add_argument("--shapes", type=comma_list(_shape), help=f"comma-separated, of: {', '.join(SHAPES)}")
     result.add_argument(
@@ -90,6 +90,12 @@ def parser(command: str, description: str, *, shapes: bool = True) -> argparse.A
         help="a candidate whose call takes longer is called once, and the table says so (default: %(default)s)",
     )
     return result
+
+
+def add_device(result: argparse.ArgumentParser) -> None:
+    """Add --device, by default the GPU if there is one."""
+    default = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    result.add_argument("--device", type=_device, default=default, help="cpu or cuda (default: %(default)s)")
 
 
 def command_parser(command: str, description: str) -> argparse.ArgumentParser:
