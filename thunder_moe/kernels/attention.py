@@ -79,11 +79,12 @@ def decode_attention(
     if query_norm is not None and key_norm is not None:
         query, key = _rms_norm(query, query_norm, epsilon), _rms_norm(key, key_norm, epsilon)
     if cos is not None and sin is not None:
-        query, key = (each * cos[:, None] + _rotated(each) * sin[:, None] for each in (query, key))
+        cos, sin = (angles.reshape(len(angles), 1, -1) for angles in (cos, sin))
+        query, key = (each * cos + _rotated(each) * sin for each in (query, key))
     key_cache.index_copy_(2, position, key[:, :, None])
     value_cache.index_copy_(2, position, value[:, :, None])
     grouped = query.unflatten(1, (key.shape[1], -1))
-    bias = None if mask is None else mask[:, None, None]
+    bias = None if mask is None else mask.reshape(len(mask), 1, 1, -1)
     out = F.scaled_dot_product_attention(grouped, key_cache, value_cache, bias, scale=scale)
     return out.flatten(1, 2)
 

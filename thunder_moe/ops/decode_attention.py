@@ -47,19 +47,27 @@ def _check(
         if (one is None) != (other is None):
             raise ValueError(f"{name}: got {one if one is None else 'a tensor'} without its pair, wanted both or none")
     wanted |= dict(query_norm=(query_norm, (width,)), key_norm=(key_norm, (width,)))
-    rows = texts if cos is None else cos.shape[0] if cos.shape[0] in (1, texts) else texts
-    wanted |= dict(cos=(cos, (rows, width)), sin=(sin, (rows, width)))
     for name, (tensor, size) in {"key": (key, (*key.shape,)), **wanted}.items():
         if tensor is not None:
             ok = tuple(tensor.shape) == size and tensor.dtype == query.dtype and tensor.device == device
             require(ok, name, tensor, f"shape {size}, dtype {query.dtype}, on {device}")
+    for name, angles in (("cos", cos), ("sin", sin)):
+        if angles is not None and cos is not None:
+            ok = _has_rows(angles, texts, width) and angles.dtype == query.dtype and angles.device == device
+            ok = ok and angles.shape == cos.shape
+            require(ok, name, angles, f"shape ({texts} or 1, {width}), as cos, dtype {query.dtype}, on {device}")
     require(width % 2 == 0 or cos is None, "query", query, "an even width, for the rotary embedding")
     ok = position.shape == (1,) and position.dtype == torch.int64 and position.device == device
     require(ok, "position", position, f"shape (1,), dtype int64, on {device}")
     if mask is not None:
-        ok = mask.ndim == 2 and mask.shape[0] in (1, texts) and mask.shape[1] == shape[2] and mask.device == device
-        ok = ok and mask.dtype in (torch.bool, query.dtype)
+        ok = _has_rows(mask, texts, shape[2]) and mask.device == device and mask.dtype in (torch.bool, query.dtype)
         require(ok, "mask", mask, f"shape ({texts} or 1, {shape[2]}), dtype bool or {query.dtype}, on {device}")
+
+
+def _has_rows(tensor: Tensor, texts: int, width: int) -> bool:
+    """True if a tensor is (texts or 1, 1, ..., 1, width)."""
+    first, *middle, last = (0, *tensor.shape) if tensor.ndim < 2 else tensor.shape
+    return first in (1, texts) and last == width and all(size == 1 for size in middle)
 
 
 def _check_values(
@@ -121,10 +129,10 @@ def decode_attention(
         key_cache: (B, Hkv, L, D), changed in place.
         value_cache: (B, Hkv, L, D), changed in place.
         position: int64 (1,), the place of the new tokens in the cache, below L.
-        mask: (B or 1, L), bool (True: attend) or added to the scaled scores, in the dtype of query; None: attend to
-            all L tokens. A text that attends to nothing gets zeros.
-        cos: (B or 1, D), of the rotary embedding; None: there is none.
-        sin: (B or 1, D).
+        mask: (B or 1, L), also with dimensions of size 1 in between: bool (True: attend), or added to the scaled scores,
+            in the dtype of query; None: attend to all L tokens. A text that attends to nothing gets zeros.
+        cos: (B or 1, D), likewise, of the rotary embedding; None: there is none.
+        sin: of the shape of cos.
         query_norm: (D,), the weight of the norm of query heads; None: there is none.
         key_norm: (D,).
         epsilon: added to the mean of squares of the norms.

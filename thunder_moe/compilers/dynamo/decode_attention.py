@@ -71,15 +71,17 @@ def fuse_decode_attention(scopes: Sequence[Scope], *, on_any_device: bool = Fals
     """
     found = []
     for scope in scopes:
+        once: dict[fx.Node, fx.Node] = {}
         for node in [node for node in scope.graph.nodes if calls(node, "attention")]:
             with contextlib.suppress(MismatchError):
-                found.append(_fuse(scope, node, on_any_device))
+                found.append(_fuse(scope, node, on_any_device, once))
         if found:
             scope.module.recompile()
     return found
 
 
-def _fuse(scope: Scope, node: fx.Node, on_any_device: bool) -> AttentionEntry:
+def _fuse(scope: Scope, node: fx.Node, on_any_device: bool, once: dict[fx.Node, fx.Node]) -> AttentionEntry:
+    """Replace the attention at a node; `once` has the results of `_computed_once` in the graph."""
     named = given(node)
     require(scope.refusal is None and set(named) <= _KNOWN)
     require(not named.get("is_causal", False) and named.get("dropout_p", 0.0) == 0)
@@ -130,12 +132,12 @@ def _fuse(scope: Scope, node: fx.Node, on_any_device: bool) -> AttentionEntry:
     graph = scope.graph
     with graph.inserting_before(node):
 
-        def rows_of(source: Any, *index: Any) -> Any:
-            return None if source is None else graph.call_method("__getitem__", (source, (slice(None), *index)))
+        def of_one_token(source: Any) -> Any:
+            return graph.call_method("__getitem__", (source, (slice(None), 0)))
 
         operands = (
-            *(rows_of(each.source, 0) for each in (query, key, value)), key_cache, value_cache, position,
-            *(rows_of(each, 0, 0) for each in (mask, cos, sin)), *weights,
+            *(of_one_token(each.source) for each in (query, key, value)), key_cache, value_cache, position,
+            *(each and _computed_once(graph, behind(each, "unsqueeze"), once) for each in (mask, cos, sin)), *weights,
         )  # fmt: skip
         options = dict(epsilon=epsilon, scale=named.get("scale") or 1 / math.sqrt(width))
         out = graph.call_function(_OPERATOR, operands, options)
@@ -161,6 +163,20 @@ def _fuse(scope: Scope, node: fx.Node, on_any_device: bool) -> AttentionEntry:
 
 _KNOWN = {"query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa"}
 _OPERATOR: Any = torch.ops.thunder_moe.decode_attention.default
+
+
+def _computed_once(graph: fx.Graph, node: fx.Node, once: dict[fx.Node, fx.Node]) -> fx.Node:
+    """Return a mask or angles in a form that inductor computes once; what it can fuse, it computes again in each layer.
+
+    inductor gives the source of as_strided a buffer of its own.
+    """
+    value = value_of(node)
+    sizes = (*value.shape, *value.stride())
+    if not value.is_contiguous() or not all(isinstance(size, int) for size in sizes):
+        return node
+    if node not in once:
+        once[node] = graph.call_function(torch.as_strided, (node, tuple(value.shape), tuple(value.stride())))
+    return once[node]
 
 
 def _require_served(scope: Scope, node: fx.Node, heads: int, key_heads: int, on_any_device: bool) -> None:

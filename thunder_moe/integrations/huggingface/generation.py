@@ -174,7 +174,9 @@ class _Layer(StaticLayer):  # type: ignore[no-untyped-call]
     def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        places = torch.arange(key_states.shape[-2], device=key_states.device) + self.cumulative_length
+        places = self.cumulative_length[None]
+        if key_states.shape[-2] > 1:  # a prompt
+            places = places + torch.arange(key_states.shape[-2], device=key_states.device)
         assert self.keys is not None
         assert self.values is not None
         self.keys.index_copy_(2, places, key_states)

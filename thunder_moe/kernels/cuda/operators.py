@@ -495,7 +495,7 @@ def _decode_attention(call: _Call, *, epsilon: float = 0.0, scale: float, prefet
     _require(texts > 0 and length > 0, "there is nothing to compute")
     _require_contiguous(key_cache, value_cache, *norms)
     together = all(each.stride()[1:] == (width, 1) for each in (query, key, value))
-    together = together and all(each is None or each.stride(1) == 1 for each in (mask, cos, sin))
+    together = together and all(each is None or each.stride(-1) == 1 for each in (mask, cos, sin))
     _require(together, "a row of an operand is not contiguous")
     _require(cos is None or cos.stride() == sin.stride(), "cos and sin have different strides")
     samples, places = ([get(place) for place in range(11)] for get in (call.sample, call.address))
