@@ -129,8 +129,8 @@ def decode_attention(
         key_cache: (B, Hkv, L, D), changed in place.
         value_cache: (B, Hkv, L, D), changed in place.
         position: int64 (1,), the place of the new tokens in the cache, below L.
-        mask: (B or 1, L), also with dimensions of size 1 in between: bool (True: attend), or added to the scaled scores,
-            in the dtype of query; None: attend to all L tokens. A text that attends to nothing gets zeros.
+        mask: (B or 1, L), also with dimensions of size 1 in between: bool (True: attend), or added to the scaled
+            scores, in the dtype of query; None: attend to all L tokens. A text that attends to nothing gets zeros.
         cos: (B or 1, D), likewise, of the rotary embedding; None: there is none.
         sin: of the shape of cos.
         query_norm: (D,), the weight of the norm of query heads; None: there is none.
