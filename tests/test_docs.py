@@ -27,6 +27,7 @@ NOT_RUN = {
     "number_format.md": 2,
     "thunder.md": 3,
     "torch_compile.md": 1,
+    "quickstart.md": 1,
 }
 _BLOCK = re.compile(
     r"(?:^<!-- not run: (?P<why>[^\n]+) -->\n+)?^```python\n(?P<code>.*?)^```$(?:\n+```\n(?P<printed>.*?)^```$)?",
