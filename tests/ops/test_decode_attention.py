@@ -77,3 +77,19 @@ def test_bad_input_is_named(place, name, bad):
         call(operands)
     if place != 3:
         assert torch.equal(operands[3], before)
+
+
+@pytest.mark.slow
+def test_thunder_refuses_it():
+    """Its symbols change no argument: it would move or drop the write to the cache."""
+    thunder = pytest.importorskip("thunder")
+    from thunder_moe import moe_executor
+
+    *tensors, epsilon, scale = make("cpu", torch.float32, 2, 4, 2, 64, 10)
+
+    def step(*given):
+        return decode_attention(*given, epsilon=epsilon, scale=scale)
+
+    jitted = thunder.jit(step, executors=[moe_executor])
+    with pytest.raises(RuntimeError, match=r"thunder_moe.decode_attention is not registered"):
+        jitted(*tensors)

@@ -98,6 +98,7 @@ class Operator:
         name: the name of the operator, without the namespace; the function's name has NVFP4's in it.
         signature: the signature of the operator.
         positions: the positions of the arguments named in `differentiable`.
+        mutates: as above.
         public: a function that calls the operator.
     """
 
@@ -121,7 +122,7 @@ class Operator:
         self.name, self.format = op_name_for(function.__name__, format), format
         self._shapes, self._check, self._check_values, self._dtype = shapes, check, check_values, dtype
         self.differentiable, self._gradient, self._function = differentiable, gradient, function
-        self._saved, self._saved_results = saved, saved_results
+        self._saved, self._saved_results, self.mutates = saved, saved_results, tuple(mutates)
         described = inspect.signature(signature_of or function)
         flat: list[inspect.Parameter] = []
         places: list[int] = []  # of the described arguments among the operator's
@@ -153,7 +154,7 @@ class Operator:
         self._least = sum(parameters[name].default is inspect.Parameter.empty for name in self._positional)
         self._mru: tuple[Any, ...] = ()  # prepared chains, the most recently used first
         self.public = self._public()
-        schema = torch.library.infer_schema(self.public, mutates_args=tuple(mutates))
+        schema = torch.library.infer_schema(self.public, mutates_args=self.mutates)
         library, self._overload = define(self.name, schema, self._run, self._fake)
         for key in ("CPU", "CUDA"):
             library.impl(self.name, self._run_plain, key)

@@ -218,7 +218,11 @@ def _of_operator(operator: Operator) -> Symbol:
 
 
 _COMPOSED = [op_name_for("f16a_nvfp4weight_moe_experts", format) for format in BLOCK_FORMATS.values()]
-OPERATOR_SYMBOLS = {name: _of_operator(operator) for name, operator in OPERATORS.items() if name not in _COMPOSED}
+OPERATOR_SYMBOLS = {
+    name: _of_operator(operator)
+    for name, operator in OPERATORS.items()
+    if name not in _COMPOSED and not operator.mutates  # Thunder's symbols change nothing
+}
 moe_route, moe_router = OPERATOR_SYMBOLS["moe_route"], OPERATOR_SYMBOLS["moe_router"]
 nvfp4_grouped_mm, nvfp4_grouped_swiglu = OPERATOR_SYMBOLS[_GEMM], OPERATOR_SYMBOLS[_SWIGLU]
 _STEMS = ("scaled_grouped_mm", "grouped_swiglu", "grouped_mm_combine", "scaled_mm")
