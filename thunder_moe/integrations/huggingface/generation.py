@@ -1,5 +1,6 @@
 """`fast_generate`: a decoding loop for ``model.generate(..., custom_generate=fast_generate)``, a CUDA graph per token.
-Called by transformers' generate; calls the model, sampling for the choice of tokens, and torch's CUDA graphs.
+Called by transformers' generate; calls the model, sampling for the choice of tokens, compilers.dynamo for the
+step, and torch's CUDA graphs.
 
 prompt (eager) -> [ step of the model (compiled) -> choice of the token -> inputs of the next step ], replayed per token
 

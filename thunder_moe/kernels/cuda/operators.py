@@ -1,5 +1,6 @@
 """Builds the chain of kernels that computes an operator's result, for arguments of one kind.
-Called by backend.py and ops/operator.py (through kernels/select.py); calls plan.py, prepared.py and router.py.
+Called by backend.py and ops/operator.py (through kernels/select.py); calls plan.py, and prepared.py,
+direct.py, router.py and decode_attention.py, which append the launches.
 
 Every condition of a chain is here: `describe` gives the reason if no chain serves the arguments. A chain reads the
 arguments without a copy; backend.py converts operands that no chain can read. Legend: as in prepared.py.
