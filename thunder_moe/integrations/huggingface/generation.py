@@ -309,7 +309,7 @@ class _Call:
         return logits[:, -1].float()
 
     def _graph(self, state: _State, choice: Choice, step: Callable[[], None]) -> torch.cuda.CUDAGraph:
-        """Return the CUDA graph of the step with this choice, captured if there is none of the model as it is now."""
+        """Return the CUDA graph of the step with this choice, captured unless the model has one at its addresses."""
         tensors = itertools.chain(self.model.parameters(), self.model.buffers())
         now = state.compilations, tuple(tensor.data_ptr() for tensor in tensors)
         if state.captured != now:
