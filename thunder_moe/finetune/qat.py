@@ -72,7 +72,9 @@ def prepare_qat_(
     ``with parametrize.cached():`` is around the step.
 
     Args:
-        model, filter, ignore: as in `quantize_`.
+        model: as in `quantize_`.
+        filter: as in `quantize_`.
+        ignore: as in `quantize_`.
         scale_search: as in the later `quantize_`.
         format: as in the later `quantize_`, "nvfp4" or "mxfp8", for all weights.
 
