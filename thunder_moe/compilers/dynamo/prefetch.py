@@ -5,8 +5,8 @@ A CUDA kernel whose operator is called with prefetch=True starts with what the g
 in front of it still runs. So that kernel must not write it. Two things are required of a graph:
 
 - No step of it changes the weight, which is an input. For a cache, no step but the operator itself.
-- A kernel of the graph runs in front of the operator's. It waits for all kernels in front of the graph, one of which
-  may have written the weight.
+- A kernel of the graph runs in front of the operator's. It waits for all kernels in front of the graph, because one of
+  them may have written the weight.
 """
 
 from __future__ import annotations
