@@ -200,7 +200,7 @@ def unserved_reason(spec: GemmSpec, rows: int | None = None) -> str | None:
 def explain(spec: GemmSpec) -> str:
     """Return, in words, what runs a GEMM: the kernel, its tiles and its memory, or why no chain serves it.
 
-    It needs no GPU. Every choice follows from the spec.
+    It needs no GPU. Every choice follows from the spec. One expert is a dense layer.
 
     Raises:
         ValueError: as `plan_gemm`.
@@ -208,6 +208,8 @@ def explain(spec: GemmSpec) -> str:
     reason = unserved_reason(spec)
     if reason is not None:
         return f"no chain: {reason}"
+    if direct.serves_mm(spec):
+        return direct.explain_mm(spec)
     plan = plan_gemm(spec)
     config, converted = plan.config, ""
     if config.layout != spec.weight.layout:
