@@ -1,8 +1,8 @@
 """Makes the pages README.md, CONTRIBUTING.md and CHANGELOG.md part of the documentation site, and links to files work.
 Called by mkdocs (mkdocs.yml); calls mkdocs alone.
 
-Pages link to each other and to files of the repository as they lie in it, so that the links work in a checkout too. In
-the site the pages of the root lie beside those of docs/, and the files that are linked to lie in files/.
+Links between pages, and to files of the repository, are paths in the repository, so that they work in a checkout too.
+In the site the pages of the root lie beside those of docs/, and the files that are linked to lie in files/.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, **_: object) -> str:
-    """Turns links out of docs/ into links to the site's copies. (Those of the pages of the root already are.)"""
+    """Turns links out of docs/ into links to the site's copies. (`on_files` does so for the pages of the root.)"""
     return _LINK.sub(
         lambda match: _in_site(match[1], ROOT / "docs") if match[1].startswith("../") else match[1], markdown
     )
@@ -51,12 +51,12 @@ def _targets(text: str, directory: Path) -> list[Path]:
 
 
 def _is_outside(path: Path) -> bool:
-    """Whether a file has to be copied: one of the repository that is no page."""
+    """True if a file of the repository has to be copied to the site, because it is not a page."""
     return path.is_file() and ROOT / "docs" not in path.parents and str(path.relative_to(ROOT)) not in ROOT_PAGES
 
 
 def _in_site(link: str, directory: Path) -> str:
-    """Where a link of a page in `directory` points to in the site, whose pages all lie in its root."""
+    """Return what a link of a page in `directory` becomes in the site, whose pages all lie in its root."""
     path = (directory / link).resolve()
     if ROOT not in path.parents:
         return link

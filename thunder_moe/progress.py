@@ -1,4 +1,4 @@
-"""Progress bars that write a line now and then where standard error is no terminal: a log file, a pipe.
+"""Progress bars that write a line now and then where standard error is not a terminal: a log file, a pipe.
 Called by quantization, checkpoint, sensitivity, integrations, benchmarks and examples; calls nothing of the package.
 """
 

@@ -1,5 +1,6 @@
 """Measures one column of the model suite: one model, in one form, in a process of its own.
-Started by suites/model.py as `python -m benchmarks.harness.column SPEC FILE`; calls harness/{models,decode,timing}.py.
+Started by suites/model.py as `python -m benchmarks.harness.column SPEC FILE`; suites/inference.py calls its checks.
+Calls harness/{models,decode,timing}.py.
 
 FILE receives a JSON object per line as results come in, each a part of the column's row. With `turns` the process says
 {"ready": true} there before it measures, and measures once its standard input has a line: then nothing else runs.

@@ -1,5 +1,5 @@
 """Runs the timed parts of a model: a decode step, a loop of them, a prefill, generate(); counts a step's bytes.
-Called by harness/column.py and suites/inference.py; calls transformers' caches and masks.
+Called by harness/column.py and suites/{inference,sharded}.py; calls transformers' caches and masks.
 """
 
 from __future__ import annotations

@@ -39,7 +39,7 @@ def merged(paths: Sequence[Path]) -> dict[str, Any]:
         The report. Rows of the same column, model, layers and attention are one, whose cells come from all.
 
     Raises:
-        ValueError: a file is no report of the suite, or a cell was measured in two of them.
+        ValueError: a file is not a report of the suite, or a cell was measured in two of them.
     """
     runs: list[dict[str, Any]] = []
     rows: dict[tuple[Any, ...], Row] = {}

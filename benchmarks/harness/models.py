@@ -1,5 +1,5 @@
-"""Hugging Face models with experts for the model suite: real sizes, small ones, a config.json, or a checkpoint.
-Called by suites/model.py and harness/column.py; calls transformers.
+"""Builds Hugging Face models with experts: of real sizes, small ones, from a config.json, or from a checkpoint.
+Called by suites/{model,generate,inference,load,sharded}.py and harness/{column,decode}.py; calls transformers.
 
 Random models are made layer by layer: one whose 16-bit weights do not fit can be quantized while it is made.
 """

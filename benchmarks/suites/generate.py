@@ -6,9 +6,10 @@ Called by `python -m benchmarks generate`; calls transformers' generate, thunder
     fast               custom_generate=fast_generate: step and choice of the token in one CUDA graph
 
 each of the 16-bit model, after `quantize_` and after `quantize_(linears=True)`. One model is in memory: it is measured
-in 16 bits, then quantized. All calls are greedy and make --new tokens. The first tokens of a column are compared with
-16 bits differ in order. The first call, which compiles, is told apart; the rate is the median of --rounds later calls.
-16 bits differ in order. The first call, which compiles, is told apart; the rate is the median of --rounds later ones.
+in 16 bits, then quantized. All calls are greedy and make --new tokens.
+The table has the share of a column's first tokens that equal the tokens of an eager call with the same weights:
+rounding may change a choice, and all tokens behind it. The first call, which compiles, is reported apart; the rate is
+the median of --rounds later calls.
 """
 
 from __future__ import annotations

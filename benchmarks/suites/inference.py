@@ -7,12 +7,12 @@ Options, metrics and their names in the output and the JSON are the same as ther
     inductor     torch.compile(model, fullgraph=True)
     thunder      thunderfx(model, executors=[moe_executor, ...])
     thunderjit   thunder.jit(model, executors=[moe_executor, ...]); transformers' experts then have
-                 experts_implementation="thunder_moe", because Thunder cannot trace those of "grouped_mm"
+                 experts_implementation="thunder_moe", because Thunder cannot trace "grouped_mm"
 
 with weights of one of --columns
 
     bf16               not quantized
-    thunder_moe        16-bit weights, of which the mode's compiler packs the experts: the backend "thunder_moe" of
+    thunder_moe        16-bit weights; the mode's compiler packs the experts: the backend "thunder_moe" of
                        torch.compile, or moe_executor
     quantize_          the experts after thunder_moe.quantize_
     quantize_ linears  after thunder_moe.quantize_(linears=True): attention, dense layers and the head too
@@ -29,7 +29,7 @@ Llama 4's layers of experts are replaced by this package's Llama4MoE, as there b
 computes the chosen experts alone; --disable-moe-replacement keeps transformers' layers. All layers of the cache hold
 all tokens (StaticLayer), because Thunder compiles each step of a sliding window again. Weights are random.
 
-Before a cell is timed, its logits of the prompt and of decode steps are compared with those of transformers' eager
+Before a cell is timed, its logits of the prompt and of decode steps are compared with the logits of transformers' eager
 layers, without a cache, on the same (dequantized) weights, which have to fit the device. A wrong cell gets no times,
 and the run ends with an error.
 """
@@ -87,7 +87,7 @@ COLUMNS: dict[str, dict[str, Any] | None] = {
     "quantize_ linears": {"linears": True},
 }
 QUANTIZED = "quantize_ linears"  # as Thunder's benchmark, whose --enable-nvfp4 replaces all linears
-# device -> the defaults; those of CUDA are Thunder's.
+# device -> the defaults; on CUDA they are Thunder's.
 DEFAULTS: dict[str, dict[str, Any]] = {
     "cuda": dict(model_name="llama-4-maverick", input_length=2048, output_length=128, num_layers=2,
                  num_iterations=100, warmup_iterations=10),
@@ -292,7 +292,7 @@ def _why_not(row: Row, args: argparse.Namespace) -> str | None:
 
 @contextlib.contextmanager
 def _failures(rows: Sequence[Row]) -> Iterator[None]:
-    """Give the rows that are not measured yet the error of the body, whatever a compiler raises."""
+    """Give the rows that are not measured yet the error of the body, of any class."""
     try:
         yield
     except Exception as error:
@@ -401,7 +401,7 @@ def _capture(loop: GreedyLoop, prompt: Tensor) -> str | None:
 
 
 def _check(row: Row, loop: GreedyLoop, prompt: Tensor, tokens: Tensor, wanted: Tensor) -> None:
-    """Compare the last logits of a prompt, and those of steps behind it that are given their tokens, with `wanted`."""
+    """Compare the last logits of a prompt, and of steps with given tokens behind it, with `wanted`."""
     kept = wanted.shape[1] - tokens.shape[1]
     loop.cache.reset()
     of_prompt = token_errors(loop.read(prompt)[:, -kept:].float(), wanted[:, :kept].float())

@@ -1,4 +1,5 @@
 """Expert and tensor parallelism on two and four processes with gloo, beside one process.
+Called by pytest; calls programs.py in each process.
 
 The processes are started once; what a test runs in them is in programs.py.
 """

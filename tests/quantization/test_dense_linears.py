@@ -174,7 +174,7 @@ def test_true_leaves_encoders_and_what_has_no_kernel(monkeypatch, caplog):
     model = nn.ModuleDict(dict(vision_tower=MLP(), text=MLP(), odd=nn.Linear(24, 16), wide=nn.Linear(16, 16).double()))
     found = kinds(quantize_(model, linears=True))
     assert {name for name, kind in found.items() if kind == "NVFP4Linear"} == {"text.down_proj"}
-    assert "stays 16-bit: odd: its in_features are no multiple of 16" in caplog.text
+    assert "stays 16-bit: odd: its in_features are not a multiple of 16" in caplog.text
     assert "stays 16-bit: wide: its weight is float64" in caplog.text
     monkeypatch.setattr(dense, "select", lambda device: dense)  # anything that is not the reference
     assert dense.why_slower(torch.device("cuda"), torch.bfloat16, 4096, 4096) is None

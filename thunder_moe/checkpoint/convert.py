@@ -121,7 +121,7 @@ def convert(
         MemoryError: a layer does not fit the device.
         ValueError: a file of the source is truncated or a tensor inconsistent (names it), or a file of the partial
             conversion is damaged (says what to remove), a weight's in_features
-            are no multiple of 16 (of 32 for MXFP8), the device is not there, an unknown format, a scale_search with
+            are not a multiple of 16 (of 32 for MXFP8), the device is not there, an unknown format, a scale_search with
             MXFP8 alone, there are no experts, nor with `linears` dense layers, to convert, or a pattern fits nothing.
     """
     destination, max_bytes = expand_user(destination, "destination"), parse_size(max_shard_size)

@@ -1,6 +1,6 @@
-"""Which grouped GEMMs are rewritten, and the reason why another one is not: one predicate for all compilers.
-Called by dynamo/sites.py and thunder/sites.py, beside `safety` for the operations around a GEMM; calls formats. And
-the number format that a rewritten one gets: `choosing_format` holds the option of the compilation under way.
+"""Decides which grouped GEMMs are rewritten, and into which number format: one predicate for all compilers.
+Called by dynamo/sites.py and thunder/sites.py, beside `safety` for the operations around a GEMM; calls formats and
+selection. `choosing_format` holds the option of the compilation under way.
 
 What a GEMM may be given as its weight, in every compiler: a view of a whole parameter or buffer, with the parameter's
 dtype, in its own layout or with its last two dims swapped (`swaps_last_dims`). So all of these are the weight w itself:

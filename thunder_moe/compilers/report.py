@@ -1,5 +1,5 @@
 """Reports of the compile-time rewrite: `rewrite_report(compiled)`, and the warning when nothing was rewritten.
-Called by users, and by dynamo/backend.py and thunder/symbols.py, which record here; calls thunder.compile_data.
+Called by users, and by dynamo/ and thunder/, which record here; calls thunder.compile_data.
 """
 
 from __future__ import annotations

@@ -89,7 +89,7 @@ def reason_against_kernels(graph: RouterGraph, match: RouterMatch) -> str | None
     """Return why no kernel runs a router; None if one does."""
     logits, scores, form = graph.example(match.logits), graph.example(match.scores), match.form
     if logits.dtype not in _DTYPES or logits.device.type not in ("cpu", "cuda"):
-        return "its logits are no tensor of 16 or 32 bits on a CPU or CUDA device"
+        return "its logits are not a tensor of 16 or 32 bits on a CPU or CUDA device"
     if scores.dtype not in _DTYPES:
         return f"its scores are {scores.dtype}"
     if match.bias is not None and graph.example(match.bias).device != logits.device:

@@ -1,5 +1,6 @@
 """Quantization-aware training: prepare_qat_ lets experts train with the values of a format, finish_qat_ ends it.
-Called by users; calls choose for the experts of a model, torch.nn.utils.parametrize, and ops.fake_quantize.
+Called by users and huggingface.saving; calls choose for the experts of a model, torch.nn.utils.parametrize, and
+ops.fake_quantize.
 
 prepare_qat_(model) -> train -> finish_qat_(model) -> quantize_(model): the weights of the quantized model are bit for
 bit the weights that training computed with.
@@ -71,7 +72,9 @@ def prepare_qat_(
     ``with parametrize.cached():`` is around the step.
 
     Args:
-        model, filter, ignore: as in `quantize_`.
+        model: as in `quantize_`.
+        filter: as in `quantize_`.
+        ignore: as in `quantize_`.
         scale_search: as in the later `quantize_`.
         format: as in the later `quantize_`, "nvfp4" or "mxfp8", for all weights.
 

@@ -67,7 +67,7 @@ def quantize(weight: Tensor, *, scale_search: str | None = None) -> NVFP4Weight:
 
     Raises:
         ValueError: wrong rank, dtype or K, NaN or Inf in the weight, none on "meta", or an unknown scale_search.
-        TypeError: the weight is no tensor.
+        TypeError: the weight is not a tensor.
     """
     require_dense(weight)
     packed, amax = quantize_unchecked(weight, scale_search)

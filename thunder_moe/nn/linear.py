@@ -32,13 +32,12 @@ __all__ = ["NVFP4Linear", "NVFP4LinearPart", "NVFP4LinearStack", "is_packed_dens
 class NVFP4Linear(PackedModule):
     """`torch.nn.Linear` with a frozen 4-bit (or MXFP8) weight, kept as buffers, and a 16-bit (or float32) bias.
 
-    The names in the state dict are qdata, scale, global_scale and bias. `PackedModule` describes buffers, state dicts
-    and moves; `from_linear` makes one.
+    The names in the state dict are qdata, scale, global_scale and bias. `PackedModule` describes buffers, state dicts,
+    moves and the other arguments; `from_linear` makes one.
 
     Args:
         weight: (1, N, K).
         bias: (N,) or None.
-        weight_dtype, weight_requires_grad, auto_layout, part_features: as in `PackedModule`.
 
     Attributes:
         qdata: uint8 (N, K // 2), or blocks of it; scale: float8_e4m3fn (N, K // 16), or blocks; global_scale: float32

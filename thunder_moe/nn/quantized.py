@@ -38,12 +38,11 @@ Module = TypeVar("Module", bound=nn.Module)
 class NVFP4GroupedLinear(PackedModule):
     """`GroupedLinear` with frozen 4-bit (or MXFP8) weights, kept as buffers, and a 16-bit (or float32) bias.
 
-    `PackedModule` describes buffers, state dicts, moves and attributes.
+    `PackedModule` describes buffers, state dicts, moves, attributes and the other arguments.
 
     Args:
         weight: (E, N, K).
         bias: (E, N) or None; a parameter is kept as the same object.
-        weight_dtype, weight_requires_grad, auto_layout, part_features: as in `PackedModule`.
     """
 
     options_of_training: tuple[tuple[str, bool], ...] = ()  # of the GroupedLinear that it stands for

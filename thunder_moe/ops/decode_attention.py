@@ -119,8 +119,8 @@ def decode_attention(
     RMS norms of the heads of query and key, the rotary embedding of both (``x * cos + rotate_half(x) * sin``), the
     write of key and value to the cache at `position`, and softmax(query key^T * scale + mask) value over the whole
     cache. Norms and embedding are rounded after each step as eager PyTorch rounds them. On CUDA devices of compute
-    capability 9.0 and newer it is one kernel for 16-bit heads of 64 or 128 numbers, up to 16 of which share a key head;
-    keys of the cache that the mask leaves out are not read. Elsewhere it runs in plain torch.
+    capability 9.0 and newer it is one kernel for 16-bit heads of 64 or 128 numbers, if at most 16 query heads share a
+    key head. It skips tiles of 16 keys that the mask leaves out. Elsewhere the operator runs in plain torch.
 
     Args:
         query: (B, Hq, D) bfloat16, float16 or float32; the projection of the new tokens.

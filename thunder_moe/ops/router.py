@@ -113,12 +113,12 @@ def moe_router(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Choose the experts of each token, and sort the tokens' slots by expert for grouped GEMMs.
 
-    s = softmax or sigmoid of the logits -> the top_k experts by s + bias, within the best groups -> w = s of those
+    s = softmax or sigmoid of the logits -> the top_k experts by s + bias, within the best groups -> w = their s
     -> w / max(sum(w) + epsilon, least_sum) -> w * scale. All is computed in float32 and rounded once, to
     `scores_dtype`. The softmax of the chosen logits alone (GPT-OSS) is "softmax" with `normalize`.
 
-    The choice is unique: the largest first, of equal ones the lower index first (torch.topk leaves open which of
-    equal ones it takes, and in which order). Without a bias and groups the logits themselves are compared, so that
+    The choice is unique: the largest first, the lower index first among equal ones. torch.topk leaves open which of
+    them it takes, and in which order. Without a bias and groups the logits themselves are compared, so that
     probabilities that round to the same number are not ties. NaN counts as larger than any number, as in torch.topk:
     ids are always valid; the scores that depend on NaN are NaN.
 

@@ -188,7 +188,7 @@ class DenseLinears(ExpertFamily):
         return [module] if group is None else [*group.living_members()]
 
     def unstack(self, module: nn.Module) -> None:
-        """Have a linear and those of its stack converted one by one, to the bits that they have in the stack."""
+        """Have the linears of a stack converted one by one, to the bits that they have in the stack."""
         if (group := self._stacks.get(module)) is None:
             return
         for positions in sharing_scale(group.names):
@@ -415,5 +415,5 @@ def _unfit_reason(module: nn.Linear, format: BlockFormat) -> str | None:
     if weight.dtype not in WEIGHT_DTYPES:
         return f"its weight is {str(weight.dtype).removeprefix('torch.')}"
     if module.in_features % format.block_size or not weight.numel():
-        return f"its in_features are no multiple of {format.block_size}"
+        return f"its in_features are not a multiple of {format.block_size}"
     return None

@@ -145,10 +145,7 @@ def plan_quantization(
     """Returns what `quantize_` with the same options would do, and changes nothing.
 
     ``print(plan)`` is a table: module, class, format, megabytes before and after, and why a module stays in 16 bits.
-    ``plan.apply()`` does it.
-
-    Args:
-        model, format, filter, ignore, linears, scale_search, layout: as in `quantize_`.
+    ``plan.apply()`` does it. All arguments are as in `quantize_`.
 
     Raises:
         ValueError, TypeError: as `quantize_`.

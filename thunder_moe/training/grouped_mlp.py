@@ -42,8 +42,10 @@ class GroupedMLP(nn.Module):
         bias: True for a bias in both projections.
         activation: called with the output of gate_up_proj and the scales; None for a `ScaledSwiGLU`. gate_up_proj has
             2I out_features, or I if the activation has a false attribute `gated`, like `ScaledSReLU`.
-        dtype, device: of the parameters.
-        accumulate_into_main_grad, delay_wgrad: for both projections, as in `GroupedLinear`.
+        dtype: of the parameters.
+        device: of the parameters.
+        accumulate_into_main_grad: for both projections, as in `GroupedLinear`.
+        delay_wgrad: for both projections, as in `GroupedLinear`.
 
     Raises:
         ValueError: a size that is not a positive integer, one that the activation's interleave size does not divide.

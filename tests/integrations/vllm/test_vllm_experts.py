@@ -234,7 +234,7 @@ class TestMxFp8:
 
     @pytest.mark.parametrize(
         ("changes", "reason"),
-        [(dict(intermediate_size=48), "no multiple of 32"), (dict(moe_backend="marlin"), "marlin was asked for")],
+        [(dict(intermediate_size=48), "not a multiple of 32"), (dict(moe_backend="marlin"), "marlin was asked for")],
     )
     def test_refusals(self, changes, reason, monkeypatch, said):
         monkeypatch.setattr(ModelOptMxFp8FusedMoE, "__init__", lambda self, **_: None)

@@ -13,7 +13,7 @@ from oracle import KERNEL_TOLERANCE, relative_error
 from thunder_moe.formats.weight import WeightOperands
 from thunder_moe.kernels import reference
 from thunder_moe.kernels.cuda import backend as cuda
-from thunder_moe.kernels.cuda import direct, operators
+from thunder_moe.kernels.cuda import operators
 from thunder_moe.kernels.select import quantize_to
 from thunder_moe.kernels.specs import GemmSpec, Target, WeightSpec
 
@@ -71,10 +71,12 @@ def test_larger_layers_have_a_pipeline():
 
     def serves(rows, n, k, capability=(9, 0)):
         where = replace(target, capability=capability)
-        return direct.serves_mm(GemmSpec(rows, 1, n, k, torch.bfloat16, WeightSpec("tiled_64x64"), where))
+        spec = GemmSpec(rows, 1, n, k, torch.bfloat16, WeightSpec("tiled_64x64"), where)
+        return operators.explain(spec).startswith("mm_tiled_direct<")
 
     assert serves(8, 5120, 2048)
     assert not serves(9, 5120, 2048)
     assert not serves(1, 151936, 2048)
     assert not serves(1, 2048, 16 * 512 + 64)
-    assert not serves(1, 2048, 2048, (10, 0))
+    with pytest.raises(ValueError, match="for devices of compute capability"):
+        serves(1, 2048, 2048, (10, 0))

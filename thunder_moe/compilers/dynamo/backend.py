@@ -1,6 +1,6 @@
 """The torch.compile backend: ``torch.compile(model, backend="thunder_moe")``.
-Called by torch.compile through the entry point `torch_dynamo_backends`; calls compiled_graph.py with an inner compiler:
-inductor unless ``options={"thunder_moe.inner": ...}`` names another.
+Called by torch.compile through the entry point `torch_dynamo_backends`, and by huggingface/generation.py; calls
+compiled_graph.py with an inner compiler: inductor unless ``options={"thunder_moe.inner": ...}`` names another.
 """
 
 from __future__ import annotations

@@ -1,5 +1,6 @@
 """Proves that a mask of dynamo's graph is the causal one in every call: query i reads the keys 0 to i.
-Called by attention.py, and by integrations/huggingface/attention.py while dynamo traces; runs a part of the graph.
+Called by attention.py, and by integrations/huggingface/attention.py while dynamo traces; calls effects.py,
+and runs a part of the graph.
 
 A mask that is computed from sizes alone is the same in all calls: it is computed here, once. So transformers asks of
 each prompt without a cache where other texts begin in its `position_ids`, although it has made them by arange itself.

@@ -222,7 +222,7 @@ def _heads_behind(node: Any) -> _Heads:
 
 
 def _take_rotary(heads: _Heads) -> None:
-    """Match x * cos + cat(-x[..., D / 2:], x[..., :D / 2]) * sin; leave other nodes as they are."""
+    """Match x * cos + cat(-x[..., D / 2:], x[..., :D / 2]) * sin; leave `heads` unchanged for other nodes."""
     node = heads.source
     for plain, rotated in _terms(node):
         for x, cos in factors(plain):
@@ -252,7 +252,7 @@ def _is_slice(node: Any, source: Any, ends: tuple[Any, Any]) -> bool:
 
 
 def _take_norm(heads: _Heads) -> None:
-    """Match weight * (x.float() / rms(x)).to(dtype); leave other nodes as they are."""
+    """Match weight * (x.float() / rms(x)).to(dtype); leave `heads` unchanged for other nodes."""
     node = heads.source
     for weight, scaled in factors(node):
         value = value_of(weight)

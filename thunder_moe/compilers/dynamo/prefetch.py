@@ -5,8 +5,8 @@ A CUDA kernel whose operator is called with prefetch=True starts with what the g
 in front of it still runs. So that kernel must not write it. Two things are required of a graph:
 
 - No step of it changes the weight, which is an input. For a cache, no step but the operator itself.
-- A kernel of the graph runs in front of the operator's. It waits for all kernels in front of the graph, one of which
-  may have written the weight.
+- A kernel of the graph runs in front of the operator's. It waits for all kernels in front of the graph, because one of
+  them may have written the weight.
 """
 
 from __future__ import annotations
@@ -37,11 +37,10 @@ _READ_EARLY |= {packet.default: places for packet, places in _READ_EARLY.items()
 
 
 def prefetch_operands(scopes: Sequence[Scope]) -> None:
-    """Set `prefetch` of the operators that may read an operand early, in dynamo's graph; nested graphs stay as they
-    are.
+    """Set `prefetch` of the operators of dynamo's graph that may read an operand early; leave nested graphs unchanged.
 
     Args:
-        scopes: `scopes_of` the graph as it is.
+        scopes: `scopes_of` the graph; this changes no step of it.
     """
     root = scopes[0]
     behind: set[fx.Node] = set()  # the nodes behind a kernel
@@ -54,7 +53,7 @@ def prefetch_operands(scopes: Sequence[Scope]) -> None:
 
 
 def _launches(node: fx.Node) -> bool:
-    """True if a node launches a kernel, whatever the compiler makes of it."""
+    """True if a node launches a kernel under every compiler."""
     ours = str(node.target).startswith("thunder_moe.")
     return node.op == "call_function" and (ours or node.target is F.embedding or calls(node, "rsqrt", "attention"))
 

@@ -1,9 +1,10 @@
 """The rewrite of dynamo's graphs: frozen expert GEMMs -> NVFP4 operators, their packed weights further inputs.
 Called by compiled_graph.py; calls scopes.py and the finders, which decide; then replace.py, which changes the graph.
 
-take causal masks from attention, remove masks that do nothing -> find grouped GEMMs, also in nested graphs -> replace
-a frozen weight by its packed inputs, its GEMM by the operator, gate + up + SwiGLU by the fused operator, experts that
-run on all tokens by routed experts, GEMMs that train by the operator whose gradient accepts any strides -> report.
+take causal masks from attention, remove masks that do nothing -> replace the attention of one new token by its
+operator -> find grouped GEMMs, also in nested graphs -> replace a frozen weight by its packed inputs, its GEMM by the
+operator, gate + up + SwiGLU by the fused operator, experts that run on all tokens by routed experts, GEMMs that train
+by the operator whose gradient accepts any strides -> mark operands that kernels may read early -> report.
 """
 
 from __future__ import annotations

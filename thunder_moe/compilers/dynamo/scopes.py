@@ -1,5 +1,5 @@
 """Dynamo's graph and the graphs nested in it (bodies of checkpoint, cond, ...), each of them a scope for rewrites.
-Called by rewrite.py, sites.py and all_experts_bmm_pattern.py; calls effects.py.
+Called by rewrite.py, the finders and huggingface/generation.py; calls effects.py.
 
     root:  w, x, o = placeholders;  y = tag_activation_checkpoint(body, x, w.mT, o)
     body:                           x, w_mT, o = placeholders; grouped_mm(x, w_mT, o)

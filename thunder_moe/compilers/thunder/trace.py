@@ -1,5 +1,5 @@
 """Analysis of a Thunder computation trace: views, storages and readers of each tensor, and the steps of `safety`.
-Called by sites.py and rewrite.py; calls safety.py and eligibility.py.
+Called by sites.py, routers.py and rewrite.py; calls safety.py and eligibility.py.
 
 A trace is functional but for `prims.copy_`: every in-place operation ends in one. The new names that Thunder gives a
 tensor at in-place operations (`prims.update_aliases`) count as one tensor here. A composite (``ltorch.chunk``) holds

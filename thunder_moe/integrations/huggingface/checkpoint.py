@@ -50,7 +50,7 @@ def load_checkpoint(
 
     Raises:
         FileNotFoundError: no checkpoint there.
-        TypeError: `linears` is no bool.
+        TypeError: `linears` is not a bool.
         ValueError: a file is truncated, or a tensor inconsistent (names it), the quantization is not read here, the
             checkpoint is not quantized, or lacks a tensor of the model; a distributed_config with a device, pipeline
             parallelism or an older transformers, or of sizes that do not divide the experts or their blocks of 16.
@@ -122,10 +122,11 @@ def save_checkpoint(
 
     Loading it again gives every tensor bit for bit. Weights alone are quantized (W4A16_NVFP4, MXFP8, or
     MIXED_PRECISION of the two): scales of quantized activations and of the key-value cache that the model's own
-    checkpoint may have had are not kept. The names are those of that checkpoint, or of its architecture's checkpoints
-    on the hub, but experts are written one by one; only GPT-OSS has fused ones (which in MXFP8 no other engine reads).
+    checkpoint may have had are not kept. The tensors are named as in that checkpoint, or as in its architecture's
+    checkpoints on the hub, but experts are written one by one. Only GPT-OSS has fused experts, which in MXFP8 no other
+    engine reads.
 
-    Of a model that several processes share (``distributed_config``) all call this, and the first one writes: it has one
+    If several processes share the model (``distributed_config``), all call this, and the first one writes: it has one
     layer's experts whole at a time, and the 16-bit weights in main memory.
 
     Args:

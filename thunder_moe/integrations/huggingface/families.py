@@ -1,5 +1,6 @@
 """The expert families of transformers' models: their experts interface, and Llama 4's layer, which has to route.
-Called by quantization through its families, and by quantizer; calls experts and forms, and llama4 where needed.
+Called by quantization through its families, and by quantizer and on_load; calls experts and forms, and llama4
+where needed.
 """
 
 from __future__ import annotations

@@ -1,5 +1,6 @@
 """`fast_generate`: a decoding loop for ``model.generate(..., custom_generate=fast_generate)``, a CUDA graph per token.
-Called by transformers' generate; calls the model, sampling for the choice of tokens, and torch's CUDA graphs.
+Called by transformers' generate; calls the model, sampling for the choice of tokens, compilers.dynamo for the
+step, and torch's CUDA graphs.
 
 prompt (eager) -> [ step of the model (compiled) -> choice of the token -> inputs of the next step ], replayed per token
 
@@ -310,7 +311,7 @@ class _Call:
         return logits[:, -1].float()
 
     def _graph(self, state: _State, choice: Choice, step: Callable[[], None]) -> torch.cuda.CUDAGraph:
-        """Return the CUDA graph of the step with this choice, captured if there is none of the model as it is now."""
+        """Return the CUDA graph of the step with this choice, captured unless the model has one at its addresses."""
         tensors = itertools.chain(self.model.parameters(), self.model.buffers())
         now = state.compilations, tuple(tensor.data_ptr() for tensor in tensors)
         if state.captured != now:

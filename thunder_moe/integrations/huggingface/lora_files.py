@@ -160,7 +160,7 @@ def load_lora_(model: nn.Module, path: str | Path, adapter: str = "default", *, 
         raise no_adapter(model, path, rest)
     if rest:
         raise ValueError(
-            f"path: {path} has adapters of {len(rest)} tensors that are no experts' ({next(iter(rest))}, ...), wanted"
+            f"path: {path} has adapters of {len(rest)} tensors that are not experts' ({next(iter(rest))}, ...), wanted"
             " thunder_moe.load_peft_model, which leaves those to PEFT"
         )
     set_adapter_(model, found, adapter, dropout=config.get("lora_dropout") or 0.0, freeze=freeze)

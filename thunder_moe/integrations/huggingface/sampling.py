@@ -31,7 +31,7 @@ class State(Protocol):
 
 @dataclass(frozen=True)
 class Choice:
-    """How a call chooses its tokens.
+    """Describe how a call chooses its tokens.
 
     Attributes:
         processes: functions of the scores (B, V) and the state, in transformers' order.

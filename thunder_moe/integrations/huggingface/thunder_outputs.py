@@ -1,9 +1,9 @@
-"""Lookasides of moe_executor by which Thunder can trace whole models of transformers.
+"""Lookasides of moe_executor that let Thunder trace whole models of transformers.
 Imported by compilers/thunder/lookasides.py once transformers' output capturing is imported; calls nothing.
 
 Models keep what they collect (``output_hidden_states=True``) in a context variable, which takes a global instead while
-torch.compile traces. Thunder 0.2.6 traces that branch and fails on the change of the global; called as it is, the
-variable is set and reset while Thunder traces, and nothing of it is part of the trace.
+torch.compile traces. Thunder 0.2.6 traces that branch and fails on the change of the global. The lookasides are the
+variable's own methods: they set and reset it while Thunder traces, and leave nothing in the trace.
 """
 
 from __future__ import annotations

@@ -72,7 +72,7 @@ def unsupported_reason(moe_config: FusedMoEConfig, experts: Any = None, format: 
         ("intermediate_size", moe_config.intermediate_size_per_partition),
     ):
         if size % format.block_size:
-            return f"{name} on a rank is {size}, which is no multiple of {format.block_size}"
+            return f"{name} on a rank is {size}, which is not a multiple of {format.block_size}"
     padded = moe_config.hidden_dim_unpadded != moe_config.hidden_dim or moe_config.tp_shard_with_padding
     if padded or moe_config.intermediate_size_per_partition_unpadded != moe_config.intermediate_size_per_partition:
         return "sizes are padded"

@@ -1,5 +1,5 @@
 """Chooses the launch of `decode_attention`: the kernel of src/decode_attention.cu, and the size of its clusters.
-Called by operators.py and backend.py beside it; calls chain.py.
+Called by operators.py beside it, and by compilers/dynamo/decode_attention.py (`unserved_reason`); calls chain.py.
 
 Legend: B texts, Hq query heads, Hkv key heads, D numbers of a head, L tokens that the cache holds.
 """

@@ -16,7 +16,7 @@ from thunder_moe.kernels.cuda.chain import Address, ChainBuilder
 from thunder_moe.kernels.cuda.configs import COMMON, TILED
 from thunder_moe.kernels.specs import GemmSpec
 
-__all__ = ["append_mm", "serves_mm", "sources"]
+__all__ = ["append_mm", "explain_mm", "serves_mm", "sources"]
 
 MOST_ROWS = 8
 # More columns take as long by the kernels with a pipeline. Decode step of Qwen3-30B-A3B, H100, us that a layer adds to
@@ -52,21 +52,34 @@ def append_mm(
         x, weight, bias, out: operands and result.
         prefetch: the kernel in front of this one does not write the weight.
     """
-    ahead, warps = _AHEAD[spec.weight.format], _warps(spec)
     fields = (
         x, *weight, None, None, None, bias, out, None, None, None, spec.rows, 1, spec.n, spec.k, 1,
         spec.weight.per_row_scale, 0, 0 if spec.bias is None else DTYPE_CODES[spec.bias], 1.0, -1.0, 0.0,
         None, False, prefetch,
     )  # fmt: skip
-    name = f"mm_tiled_direct<{str(spec.dtype == torch.bfloat16).lower()}, {warps}, {ahead}>"
-    shared = warps * spec.rows * 2 * (64 * ahead + 8)
-    chain.launch(sources(spec.weight.format), name, 32 * warps, shared, spec.n // 16, GemmArguments, fields)
+    chain.launch(sources(spec.weight.format), *_launch(spec), GemmArguments, fields)
+
+
+def explain_mm(spec: GemmSpec) -> str:
+    """Return in words what runs a dense layer, which `serves_mm`."""
+    name, threads, shared, blocks = _launch(spec)
+    return (
+        f"{name}\ntiles of {MOST_ROWS} rows x 16 features, {blocks} blocks of {threads} threads,"
+        f" {shared} bytes of shared memory"
+    )
 
 
 def sources(format: str) -> tuple[Path, ...]:
     """Return the files of the kernel for weights in a number format."""
     names = "ptx.cuh", f"{format}.cuh", "grouped_mm.cuh", "tiled_direct.cu"
     return COMMON, *(COMMON.with_name(name) for name in names)
+
+
+def _launch(spec: GemmSpec) -> tuple[str, int, int, int]:
+    """Return the kernel, the threads of a block, its shared memory in bytes, and the number of blocks."""
+    ahead, warps = _AHEAD[spec.weight.format], _warps(spec)
+    name = f"mm_tiled_direct<{str(spec.dtype == torch.bfloat16).lower()}, {warps}, {ahead}>"
+    return name, 32 * warps, warps * spec.rows * 2 * (64 * ahead + 8), spec.n // 16
 
 
 def _warps(spec: GemmSpec) -> int:

@@ -1,5 +1,6 @@
 """Builds the chain of kernels that computes an operator's result, for arguments of one kind.
-Called by backend.py and ops/operator.py (through kernels/select.py); calls plan.py, prepared.py and router.py.
+Called by backend.py and ops/operator.py (through kernels/select.py); calls plan.py, and prepared.py,
+direct.py, router.py and decode_attention.py, which append the launches.
 
 Every condition of a chain is here: `describe` gives the reason if no chain serves the arguments. A chain reads the
 arguments without a copy; backend.py converts operands that no chain can read. Legend: as in prepared.py.
@@ -199,7 +200,7 @@ def unserved_reason(spec: GemmSpec, rows: int | None = None) -> str | None:
 def explain(spec: GemmSpec) -> str:
     """Return, in words, what runs a GEMM: the kernel, its tiles and its memory, or why no chain serves it.
 
-    It needs no GPU. Every choice follows from the spec.
+    It needs no GPU. Every choice follows from the spec. One expert is a dense layer.
 
     Raises:
         ValueError: as `plan_gemm`.
@@ -207,6 +208,8 @@ def explain(spec: GemmSpec) -> str:
     reason = unserved_reason(spec)
     if reason is not None:
         return f"no chain: {reason}"
+    if direct.serves_mm(spec):
+        return direct.explain_mm(spec)
     plan = plan_gemm(spec)
     config, converted = plan.config, ""
     if config.layout != spec.weight.layout:

@@ -56,7 +56,7 @@ def choose_formats(found: Sensitivity, budget: float) -> Choice:
     if not limit >= least:  # NaN, too
         raise ValueError(
             f"budget: got {budget:g} GB, wanted {_rounded_up(least)} GB or more: the model with each block in its"
-            f" smallest format ({found.other_bytes / 1e9:.3f} GB of it are no weights of experts)"
+            f" smallest format ({found.other_bytes / 1e9:.3f} GB of it are not weights of experts)"
         )
     rest = least - found.other_bytes
     best = [_Partial(found.other_bytes, 0.0)]

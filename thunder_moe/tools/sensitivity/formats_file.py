@@ -105,7 +105,7 @@ def read_sensitivity(path: str | Path) -> tuple[Sensitivity, dict[str, Any]]:
 
     Raises:
         FileNotFoundError: no such file.
-        ValueError: it is no such file.
+        ValueError: it is not such a file.
     """
     content = _read(path, "MODEL")
     try:

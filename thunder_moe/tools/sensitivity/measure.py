@@ -50,7 +50,7 @@ class Sensitivity:
     Attributes:
         loss: of the 16-bit model, in nats per token.
         tokens: predicted ones.
-        other_bytes: of all parameters and buffers that are no weights of these blocks.
+        other_bytes: of all parameters and buffers outside of the weights of these blocks.
         blocks: in the order of the model.
     """
 
@@ -84,7 +84,7 @@ def measure_sensitivity(
         progress: show a bar.
 
     Raises:
-        ValueError: `windows` is no int64 (W, L) with at least two rows and two columns, the model has no experts to
+        ValueError: `windows` is not int64 (W, L) with at least two rows and two columns, the model has no experts to
             quantize, two blocks of it share a weight, or a loss is not finite (names block and format).
     """
     if windows.ndim != 2 or windows.dtype != torch.int64 or len(windows) < 2 or windows.shape[1] < 2:
