@@ -266,7 +266,13 @@ class _Call:
             filled.add_(1)
             return logits[:, -1].float()
 
+        # torch compiles a code object eight times at most, keeps the results with it, and keeps each backend forever.
+        step.__code__ = step.__code__.replace()
+        known = weakref.ref(state)
+
         def compile_graph(graph: Any, inputs: Any) -> Any:
+            state = known()
+            assert state is not None
             assert backend is not None
             state.compilations += 1
             fused = copy_of(graph)
