@@ -75,6 +75,18 @@ def test_a_cache_serves_prompts_of_other_lengths(model):
         assert torch.equal(ours, stock)
 
 
+def test_nan_of_an_earlier_prompt_are_gone():
+    model = tiny_model("qwen3_moe", torch.float32).eval()
+    wanted = model.generate(PROMPT[1:2, :3], max_new_tokens=9, do_sample=False)
+    embedding = model.get_input_embeddings().weight.data
+    before = embedding.clone()
+    embedding[7] = torch.nan
+    model.generate(PROMPT[1:2], max_new_tokens=9, do_sample=False, custom_generate=fast_generate)
+    embedding.copy_(before)
+    ours = model.generate(PROMPT[1:2, :3], max_new_tokens=9, do_sample=False, custom_generate=fast_generate)
+    assert torch.equal(ours, wanted)
+
+
 class Ends(StoppingCriteria):
     """Ends a text behind a token, as a stop string does: the graph knows nothing of it."""
 

@@ -287,9 +287,9 @@ class _Call:
         return state
 
     def _reset(self, state: _State, ids: Tensor, mask: Tensor | None, choice: Choice) -> None:
-        """Prepare a state for another prompt; what the cache holds behind its counted tokens is masked."""
+        """Prepare a state for another prompt. NaN of an earlier one would pass any mask, because 0 * NaN is NaN."""
         prompt = ids.shape[1]
-        state.filled.zero_()
+        state.cache.reset()  # and `filled`
         state.length.fill_(prompt)
         state.done.zero_()
         if state.mask is not None and mask is not None:
