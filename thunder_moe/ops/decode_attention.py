@@ -47,7 +47,7 @@ def _check(
         if (one is None) != (other is None):
             raise ValueError(f"{name}: got {one if one is None else 'a tensor'} without its pair, wanted both or none")
     wanted |= dict(query_norm=(query_norm, (width,)), key_norm=(key_norm, (width,)))
-    rows = texts if cos is None else cos.shape[0] if cos.shape[0] in (1, texts) else texts
+    rows = 1 if cos is not None and cos.shape[:1] == (1,) else texts
     wanted |= dict(cos=(cos, (rows, width)), sin=(sin, (rows, width)))
     for name, (tensor, size) in {"key": (key, (*key.shape,)), **wanted}.items():
         if tensor is not None:
@@ -118,8 +118,8 @@ def decode_attention(
         query: (B, Hq, D) bfloat16, float16 or float32; the projection of the new tokens.
         key: (B, Hkv, D), of that dtype; Hkv divides Hq, and query heads h * Hq / Hkv on share key head h.
         value: (B, Hkv, D).
-        key_cache: (B, Hkv, L, D), changed in place.
-        value_cache: (B, Hkv, L, D), changed in place.
+        key_cache: (B, Hkv, L, D), changed in place. It may share no memory with another argument.
+        value_cache: (B, Hkv, L, D), changed in place; the same holds.
         position: int64 (1,), the place of the new tokens in the cache, below L.
         mask: (B or 1, L), bool (True: attend) or added to the scaled scores, in the dtype of query; None: attend to
             all L tokens. A text that attends to nothing gets zeros.
