@@ -90,7 +90,12 @@ def arguments(dtype=torch.float32):
 
 
 def decisions_of(function, given=None):
-    """Compile a function, compare it with itself, and return what was decided on its attention."""
+    """Return what `entries_of` a function decide."""
+    return [entry.decision for entry in entries_of(function, given)]
+
+
+def entries_of(function, given=None):
+    """Compile a function, compare it with itself, and return the report's entries of its attention."""
     torch._dynamo.reset()
     compiled = torch.compile(function, backend="thunder_moe", fullgraph=True, options=ON_CPU)
     results = []
@@ -99,11 +104,12 @@ def decisions_of(function, given=None):
         with torch.no_grad():
             results.append((call(*own), own))
     torch.testing.assert_close(*results)
-    return [entry.decision for entry in rewrite_report(compiled).attention]
+    return rewrite_report(compiled).attention
 
 
 def test_a_plain_block():
-    assert decisions_of(attend) == ["fused"]
+    (entry,) = entries_of(attend)
+    assert (entry.decision, entry.reason) == ("fused", "cache and attention are one kernel")
 
 
 @pytest.mark.parametrize(

@@ -127,8 +127,9 @@ def _fuse(scope: Scope, node: fx.Node, on_any_device: bool) -> AttentionEntry:
     reads = {"the query": query.source, "the key": key.source, "the value": value.source, "the mask": mask}
     reads |= {"the position": position, "cos": cos, "sin": sin, "the norm": weights[0], "the norm of keys": weights[1]}
     others = storages_of([value_of(each) for each in reads.values()])
-    keys, values = (storages_of(value_of(cache)) for cache in (key_cache, value_cache))
-    require(not keys & values and not others & (keys | values))  # the operator writes the caches while it reads
+    caches = [storages_of(value_of(cache)) for cache in (key_cache, value_cache)]
+    # The operator writes the caches while it reads.
+    require(not caches[0] & caches[1] and not others & caches[0].union(caches[1]))
     reads |= {"the keys": key_cache, "the values": value_cache}
     nodes = query.nodes | key.nodes | value.nodes | {node, *writes}
     nodes = nodes.union(*(repeat.nodes for repeat in repeats if repeat is not None))
@@ -146,7 +147,7 @@ def _fuse(scope: Scope, node: fx.Node, on_any_device: bool) -> AttentionEntry:
             *(rows_of(each.source, 0) for each in (query, key, value)), key_cache, value_cache, position,
             *(rows_of(each, 0, 0) for each in (mask, cos, sin)), *weights,
         )  # fmt: skip
-        options = dict(epsilon=epsilon, scale=float(scale))
+        options: dict[str, Any] = dict(epsilon=epsilon, scale=float(scale))
         out = graph.call_function(_OPERATOR, operands, options)
         out.meta["example_value"] = result.new_empty((texts, heads, width))
         grouped = not same(result.shape[1], heads)  # the heads of a group as rows of the query
@@ -163,7 +164,8 @@ def _fuse(scope: Scope, node: fx.Node, on_any_device: bool) -> AttentionEntry:
         if not left.users:
             graph.erase_node(left)
     keys = length if isinstance(length, int) else None
-    reason = "norms, rotary embedding, cache and attention are one kernel" if query.norm else "cache and attention are"
+    parts = ["norms"] * bool(query.norm) + ["rotary embedding"] * bool(query.angles) + ["cache"]
+    reason = f"{', '.join(parts)} and attention are one kernel"
     return AttentionEntry(0, heads, key_heads, width, keys, "fused", reason, where=user_line(node))
 
 
