@@ -126,8 +126,8 @@ def decode_attention(
         query: (B, Hq, D) bfloat16, float16 or float32; the projection of the new tokens.
         key: (B, Hkv, D), of that dtype; Hkv divides Hq, and query heads h * Hq / Hkv on share key head h.
         value: (B, Hkv, D).
-        key_cache: (B, Hkv, L, D), changed in place.
-        value_cache: (B, Hkv, L, D), changed in place.
+        key_cache: (B, Hkv, L, D), changed in place. It may share no memory with another argument.
+        value_cache: (B, Hkv, L, D), changed in place; the same holds.
         position: int64 (1,), the place of the new tokens in the cache, below L.
         mask: (B or 1, L), also with dimensions of size 1 in between: bool (True: attend), or added to the scaled
             scores, in the dtype of query; None: attend to all L tokens. A text that attends to nothing gets zeros.

@@ -71,14 +71,14 @@ def test_prompts_are_left():
 B, H, D, L = 2, 2, 64, 16
 
 
-def attend(query, key, value, keys, values, position, mask, *, between=None, causal=False, write=None):
+def attend(query, key, value, keys, values, position, mask, *, between=None, causal=False, write=None, **options):
     q, k, v = (each.view(B, 1, -1, D).transpose(1, 2) for each in (query, key, value))
     keys.index_copy_(2, position, k)
     values.index_copy_(2, position, v)
     seen = None if between is None else between(keys, values)
     if write is not None:
         write(query)
-    out = F.scaled_dot_product_attention(q, keys, values, mask, is_causal=causal, enable_gqa=True)
+    out = F.scaled_dot_product_attention(q, keys, values, mask, is_causal=causal, enable_gqa=True, **options)
     return out if seen is None else (out, seen)
 
 
@@ -90,7 +90,12 @@ def arguments(dtype=torch.float32):
 
 
 def decisions_of(function, given=None):
-    """Compile a function, compare it with itself, and return what was decided on its attention."""
+    """Return what `entries_of` a function decide."""
+    return [entry.decision for entry in entries_of(function, given)]
+
+
+def entries_of(function, given=None):
+    """Compile a function, compare it with itself, and return the report's entries of its attention."""
     torch._dynamo.reset()
     compiled = torch.compile(function, backend="thunder_moe", fullgraph=True, options=ON_CPU)
     results = []
@@ -99,11 +104,12 @@ def decisions_of(function, given=None):
         with torch.no_grad():
             results.append((call(*own), own))
     torch.testing.assert_close(*results)
-    return [entry.decision for entry in rewrite_report(compiled).attention]
+    return rewrite_report(compiled).attention
 
 
 def test_a_plain_block():
-    assert decisions_of(attend) == ["fused"]
+    (entry,) = entries_of(attend)
+    assert (entry.decision, entry.reason) == ("fused", "cache and attention are one kernel")
 
 
 @pytest.mark.parametrize(
@@ -117,6 +123,74 @@ def test_a_plain_block():
 )
 def test_other_programs_are_left(options):
     assert "fused" not in decisions_of(lambda *given: attend(*given, **options))
+
+
+def test_a_scale_of_zero():
+    assert decisions_of(lambda *given: attend(*given, scale=0.0)) == ["fused"]
+
+
+def test_autocast_is_left():
+    def step(*given):
+        with torch.autocast("cpu", torch.bfloat16):
+            return attend(*given)
+
+    assert "fused" not in decisions_of(step)
+
+
+def test_heads_that_are_broadcast_are_left():
+    def step(query, key, value, keys, values, position, mask):
+        q, k, v = (each.view(B, 1, -1, D).transpose(1, 2) for each in (query, key, value))
+        keys.index_copy_(2, position, k)
+        values.index_copy_(2, position, v)
+        return F.scaled_dot_product_attention(q.view(B, 1, 4, D), keys, values, mask)
+
+    assert "fused" not in decisions_of(step)
+
+
+def test_a_query_in_the_cache_is_left():
+    """It is written before it is read."""
+
+    def step(query, key, value, keys, *others):
+        return attend(keys[:, :, 7], key, value, keys, *others)
+
+    assert "fused" not in decisions_of(step)
+
+
+def test_caches_that_overlap_are_left():
+    def step(query, key, value, keys, values, position, mask):
+        both = torch.cat([keys, values], 1)
+        keys, values = both[:, :H], both[:, 1 : 1 + H]
+        q, k, v = (each.view(B, 1, -1, D).transpose(1, 2) for each in (query, key, value))
+        values.index_copy_(2, position, v)
+        keys.index_copy_(2, position, k)
+        return F.scaled_dot_product_attention(q, keys, values, mask, enable_gqa=True)
+
+    assert "fused" not in decisions_of(step)
+
+
+def embedded(query, key, value, keys, values, position, mask, weight, cos, sin):
+    def heads(x, *, norm):
+        x, wide = x.view(B, 1, -1, D), x.view(B, 1, -1, D).float()
+        if not norm:
+            return x.transpose(1, 2)
+        wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)
+        x = (weight * wide.to(x.dtype)).transpose(1, 2)
+        return x * cos + torch.cat((-x[..., D // 2 :], x[..., : D // 2]), -1) * sin
+
+    keys.index_copy_(2, position, heads(key, norm=True))
+    values.index_copy_(2, position, heads(value, norm=False))
+    return F.scaled_dot_product_attention(heads(query, norm=True), keys, values, mask, enable_gqa=True)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "decision"),
+    [(((D,), (B,), (B,)), ["fused"]), (((1,), (1,), (1,)), ["fused"]), (((D,), (1,), (B,)), [])],
+    ids=["each number", "one weight", "cos of one text"],
+)
+def test_weights_and_angles_of_other_shapes(sizes, decision):
+    weight, cos, sin = (torch.rand(*size, generator=torch.Generator().manual_seed(1)) for size in sizes)
+    cos, sin = (each.view(-1, 1, 1, 1).repeat(1, 1, 1, D) for each in (cos, sin))
+    assert decisions_of(embedded, [*arguments(), weight, cos, sin]) == decision
 
 
 def test_a_mask_of_each_head_is_left():

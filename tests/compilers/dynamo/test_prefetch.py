@@ -58,6 +58,31 @@ def test_the_first_kernel_of_a_graph_waits(weight):
     assert prefetched(lambda x: linear(x.to(x.dtype), weight), torch.randn(1, K)) == [False]
 
 
+@pytest.mark.parametrize(
+    "input_of",
+    [
+        lambda x: x * torch.rsqrt(torch.ones(K)),
+        lambda x: x.expand_as(norm(x)),
+        lambda x: x.view_as(norm(x)),
+        lambda x: x.bfloat16().type_as(norm(x)),
+        lambda x: torch.zeros_like(norm(x)),
+    ],
+)
+def test_a_kernel_that_inductor_leaves_out_is_none(weight, input_of):
+    assert prefetched(lambda x: linear(input_of(x), weight), torch.randn(1, K)) == [False]
+
+
+def test_operands_by_keyword_wait(weight):
+    def step(q, k, v, keys, values, position):
+        keys.mul_(2)
+        return thunder_moe.decode_attention(
+            norm(q), k, v, key_cache=keys, value_cache=values, position=position, scale=1.0
+        )
+
+    q, k, v = torch.randn(3, 1, 2, 64).unbind()
+    assert prefetched(step, q, k, v, *torch.randn(2, 1, 2, 16, 64).unbind(), torch.tensor([3])) == [False]
+
+
 def test_a_weight_that_the_graph_changes_waits(weight):
     def step(x, codes, scale, global_scale):
         y = linear(norm(x), (codes, scale, global_scale))

@@ -9,7 +9,7 @@ import weakref
 import pytest
 import torch
 from tiny_models import tiny_model
-from transformers import CompileConfig, StoppingCriteria, StoppingCriteriaList
+from transformers import CompileConfig, StaticCache, StoppingCriteria, StoppingCriteriaList
 
 from thunder_moe import fast_generate, quantize_
 
@@ -73,6 +73,18 @@ def test_a_cache_serves_prompts_of_other_lengths(model):
     for length in (7, 3, 6, 1):
         stock, ours = both(model, PROMPT[1:2, :length], max_new_tokens=9, do_sample=False)
         assert torch.equal(ours, stock)
+
+
+def test_nan_of_an_earlier_prompt_are_gone():
+    model = tiny_model("qwen3_moe", torch.float32).eval()
+    wanted = model.generate(PROMPT[1:2, :3], max_new_tokens=9, do_sample=False)
+    embedding = model.get_input_embeddings().weight.data
+    before = embedding.clone()
+    embedding[7] = torch.nan
+    model.generate(PROMPT[1:2], max_new_tokens=9, do_sample=False, custom_generate=fast_generate)
+    embedding.copy_(before)
+    ours = model.generate(PROMPT[1:2, :3], max_new_tokens=9, do_sample=False, custom_generate=fast_generate)
+    assert torch.equal(ours, wanted)
 
 
 class Ends(StoppingCriteria):
@@ -181,6 +193,25 @@ def test_a_compiled_step_sees_changes_of_the_model():
     after, ours = both(model, PROMPT, **options)
     assert torch.equal(ours, after)
     assert not torch.equal(after, before)
+
+
+def caches():
+    gc.collect()
+    return sum(isinstance(each, StaticCache) for each in gc.get_objects())
+
+
+def test_compiled_steps_of_any_number():
+    """torch's limit is of one step, and nothing that it keeps holds a cache."""
+    model, before = tiny_model("mixtral", torch.float32).eval(), caches()
+    options = dict(max_new_tokens=4, do_sample=False, compile_config=CompileConfig(backend="eager", mode=None))
+    with torch._dynamo.config.patch(recompile_limit=1):
+        for texts in (1, 2):
+            stock = model.generate(PROMPT[1:2].expand(texts, -1), max_new_tokens=4, do_sample=False)
+            ours = model.generate(PROMPT[1:2].expand(texts, -1), custom_generate=fast_generate, **options)
+            assert torch.equal(ours, stock)
+    assert caches() == before + 2
+    del model
+    assert caches() == before
 
 
 def test_memory_goes_with_the_model():

@@ -60,9 +60,10 @@ def test_prefetch_gives_the_same_bits(device):
         assert torch.equal(one, other)
 
 
-def test_stale_keys_and_values_make_no_difference(device):
+@pytest.mark.parametrize("position", [26, 39])  # the last row, which the rows behind it repeat
+def test_stale_keys_and_values_make_no_difference(device, position):
     """The cache holds NaN where the new token goes."""
-    operands = make(device, torch.bfloat16, 2, 8, 2, 64, 40)
+    operands = make(device, torch.bfloat16, 2, 8, 2, 64, 40, position=position)
     for cache in operands[3:5]:
         cache[:, :, int(operands[5])] = torch.nan
     check(operands)
@@ -73,6 +74,21 @@ def test_a_text_that_attends_to_nothing_gets_zeros(device):
     operands[6][1] = False
     check(operands)
     assert not cuda.decode_attention(*operands)[1].any()
+
+
+def test_nan_stays_nan(device):
+    operands = make(device, torch.bfloat16, 1, 8, 2, 64, 40, mask="bool")
+    operands[0][0, 3] = torch.nan
+    assert torch.equal(cuda.decode_attention(*operands).isnan().all(-1), torch.arange(8, device=device)[None] == 3)
+
+
+def test_masks_at_any_address(device):
+    operands = make(device, torch.bfloat16, 2, 8, 2, 64, 40, mask="bool")
+    operands[6] = torch.cat([operands[6][:, :3], operands[6]], 1)[:, 3:]
+    check(operands)
+    operands[6] = torch.zeros(2, 43, device=device).bfloat16()[:, 3:]
+    with pytest.warns(UserWarning, match="plain torch.*an operand is not aligned to 16 bytes"):
+        check(operands)
 
 
 def test_what_no_kernel_serves_runs_in_plain_torch(device):

@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from thunder_moe.compilers.dynamo.attention import behind_repeat
 from thunder_moe.compilers.dynamo.effects import is_in_a_function_transform, storages_of
@@ -96,7 +97,12 @@ def _fuse(scope: Scope, node: fx.Node, on_any_device: bool, once: dict[fx.Node, 
     query = _heads_behind(behind(named["query"], "order"))
     key, value = (_heads_behind(given(write)["value"]) for write in writes)
     texts, _, heads, _ = tensor_of(query.source, 4, None, 1, None, width).shape
-    require(isinstance(heads, int) and isinstance(key_heads, int) and heads % key_heads == 0)
+    require(all(isinstance(size, int) for size in (heads, key_heads, width)) and heads % key_heads == 0)
+    result = value_of(node)  # autocast may have changed its dtype, and broadcasting its heads
+    layouts = (texts, heads, 1, width), (texts, key_heads, heads // key_heads, width)
+    require(result.dtype == dtype and any(same(result.shape, layout) for layout in layouts))
+    scale = named.get("scale", 1 / math.sqrt(width))
+    require(_is_number(scale))
     for each in (key, value):
         tensor_of(each.source, 4, texts, 1, key_heads, width)
     for cache in (key_cache, value_cache):
@@ -114,14 +120,18 @@ def _fuse(scope: Scope, node: fx.Node, on_any_device: bool, once: dict[fx.Node, 
         rows = tensor_of(mask, 4, None, 1, 1, length)
         require((same(rows.shape[0], 1) or same(rows.shape[0], texts)) and rows.dtype in (torch.bool, dtype))
     if query.angles is not None:
-        for angles in query.angles:
-            rows = tensor_of(angles, 4, None, 1, 1, width)
-            require((same(rows.shape[0], 1) or same(rows.shape[0], texts)) and rows.dtype == dtype)
+        angles = [tensor_of(each, 4, None, 1, 1, width) for each in query.angles]
+        require(same(angles[0].shape, angles[1].shape) and all(each.dtype == dtype for each in angles))
+        require(same(angles[0].shape[0], 1) or same(angles[0].shape[0], texts))
 
     weights = [None if each.norm is None else each.norm[0] for each in (query, key)]
     cos, sin = query.angles or (None, None)
     reads = {"the query": query.source, "the key": key.source, "the value": value.source, "the mask": mask}
     reads |= {"the position": position, "cos": cos, "sin": sin, "the norm": weights[0], "the norm of keys": weights[1]}
+    others = storages_of([value_of(each) for each in reads.values()])
+    caches = [storages_of(value_of(cache)) for cache in (key_cache, value_cache)]
+    # The operator writes the caches while it reads.
+    require(not caches[0] & caches[1] and not others & caches[0].union(caches[1]))
     reads |= {"the keys": key_cache, "the values": value_cache}
     nodes = query.nodes | key.nodes | value.nodes | {node, *writes}
     nodes = nodes.union(*(repeat.nodes for repeat in repeats if repeat is not None))
@@ -139,9 +149,8 @@ def _fuse(scope: Scope, node: fx.Node, on_any_device: bool, once: dict[fx.Node, 
             *(of_one_token(each.source) for each in (query, key, value)), key_cache, value_cache, position,
             *(each and _computed_once(graph, behind(each, "unsqueeze"), once) for each in (mask, cos, sin)), *weights,
         )  # fmt: skip
-        options = dict(epsilon=epsilon, scale=named.get("scale") or 1 / math.sqrt(width))
+        options: dict[str, Any] = dict(epsilon=epsilon, scale=float(scale))
         out = graph.call_function(_OPERATOR, operands, options)
-        result = value_of(node)
         out.meta["example_value"] = result.new_empty((texts, heads, width))
         grouped = not same(result.shape[1], heads)  # the heads of a group as rows of the query
         last = (
@@ -157,7 +166,8 @@ def _fuse(scope: Scope, node: fx.Node, on_any_device: bool, once: dict[fx.Node, 
         if not left.users:
             graph.erase_node(left)
     keys = length if isinstance(length, int) else None
-    reason = "norms, rotary embedding, cache and attention are one kernel" if query.norm else "cache and attention are"
+    parts = ["norms"] * bool(query.norm) + ["rotary embedding"] * bool(query.angles) + ["cache"]
+    reason = f"{', '.join(parts)} and attention are one kernel"
     return AttentionEntry(0, heads, key_heads, width, keys, "fused", reason, where=user_line(node))
 
 
@@ -182,7 +192,7 @@ def _computed_once(graph: fx.Graph, node: fx.Node, once: dict[fx.Node, fx.Node])
 def _require_served(scope: Scope, node: fx.Node, heads: int, key_heads: int, on_any_device: bool) -> None:
     """Require that the operator's kernel serves the call, and that it needs no gradient."""
     query = value_of(given(node)["query"])
-    require(not is_in_a_function_transform(query))
+    require(not is_in_a_function_transform(query) and not is_traceable_wrapper_subclass(query))
     require(not (scope.modes[node] and value_of(node).requires_grad))
     if not on_any_device:
         require(query.device.type == "cuda")
@@ -256,7 +266,7 @@ def _take_norm(heads: _Heads) -> None:
     node = heads.source
     for weight, scaled in factors(node):
         value = value_of(weight)
-        if not isinstance(value, Tensor) or value.ndim != 1 or not calls(scaled, "cast"):
+        if not isinstance(value, Tensor) or not calls(scaled, "cast"):
             continue
         product = given(scaled)["input"]
         for wide, factor in factors(product):
@@ -270,6 +280,7 @@ def _take_norm(heads: _Heads) -> None:
             source = given(wide)["input"]
             right = named.get("input") is wide and named.get("exponent") == 2
             right = right and given(mean).get("dim") in (-1, [-1], (-1,)) and given(mean).get("keepdim") is True
+            right = right and same(value.shape, value_of(source).shape[-1:])
             same_dtype = value_of(scaled).dtype == value_of(source).dtype == value.dtype
             if right and same_dtype and value_of(wide).dtype == torch.float32 and _is_number(summed.get("other")):
                 heads.nodes |= {node, scaled, product, wide, factor, total, mean, square}

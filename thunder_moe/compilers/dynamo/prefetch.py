@@ -17,9 +17,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import fx
+from torch.types import py_sym_types
 
 from thunder_moe.compilers.dynamo.effects import storages_of
-from thunder_moe.compilers.dynamo.nodes import calls, value_of
+from thunder_moe.compilers.dynamo.nodes import calls, given, kind_of, value_of
 from thunder_moe.compilers.dynamo.scopes import Scope
 from thunder_moe.formats.block_format import BLOCK_FORMATS
 from thunder_moe.ops import decode_attention, router, scaled_mm  # noqa: F401  (register the operators)
@@ -43,13 +44,28 @@ def prefetch_operands(scopes: Sequence[Scope]) -> None:
         scopes: `scopes_of` the graph; this changes no step of it.
     """
     root = scopes[0]
+    vary: set[fx.Node] = set()  # the nodes whose numbers depend on the inputs', which no compiler computes beforehand
     behind: set[fx.Node] = set()  # the nodes behind a kernel
     for node in root.graph.nodes:
-        if any(source in behind or _launches(source) for source in node.all_input_nodes):
+        numbers = _numbers_of(node)
+        if node.op == "placeholder" or not vary.isdisjoint(numbers):
+            vary.add(node)
+        if any(source in behind or (source in vary and _launches(source)) for source in numbers):
             behind.add(node)
         places = _READ_EARLY.get(node.target) if node.op == "call_function" else None
-        if places is not None and node in behind and _is_settled(root, node, node.args[places]):
+        if places is not None and node in behind and _is_settled(root, node, places):
             node.kwargs = {**node.kwargs, "prefetch": True}
+
+
+def _numbers_of(node: fx.Node) -> list[Any]:
+    """Return the nodes whose numbers a node reads. A compiler leaves out those of which it reads only the size or the
+    dtype, as in x.expand_as(y)."""
+    kind = kind_of(node)
+    if kind in ("zeros", "empty", "ones", "full_like"):
+        return []
+    read = [given(node)["input"]] if kind == "cast" else node.all_input_nodes
+    viewed = [each for each in read if storages_of(value_of(each)) & storages_of(value_of(node))]
+    return viewed or [each for each in read if not isinstance(value_of(each), (*py_sym_types, torch.Size))]
 
 
 def _launches(node: fx.Node) -> bool:
@@ -58,10 +74,12 @@ def _launches(node: fx.Node) -> bool:
     return node.op == "call_function" and (ours or node.target is F.embedding or calls(node, "rsqrt", "attention"))
 
 
-def _is_settled(root: Scope, node: fx.Node, operands: Sequence[Any]) -> bool:
-    """True if operands are inputs of the graph that no other step of it changes."""
+def _is_settled(root: Scope, node: fx.Node, places: slice) -> bool:
+    """True if operands, given by position, are inputs of the graph that no other step of it changes."""
+    operands = node.args[places]
     storages = storages_of([value_of(operand) for operand in operands])
-    known = all(value_of(operand) is not None for operand in operands if operand is not None)
+    known = len(node.args) >= places.stop
+    known = known and all(value_of(operand) is not None for operand in operands if operand is not None)
     own = root.positions[node]
     changed = any(step.changes(storages) for at, step in enumerate(root.program.steps) if at != own)
     return known and storages <= root.input_storages and not changed

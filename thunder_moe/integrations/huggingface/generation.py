@@ -269,7 +269,13 @@ class _Call:
             filled.add_(1)
             return logits[:, -1].float()
 
+        # torch compiles a code object eight times at most, keeps the results with it, and keeps each backend forever.
+        step.__code__ = step.__code__.replace()
+        known = weakref.ref(state)
+
         def compile_graph(graph: Any, inputs: Any) -> Any:
+            state = known()
+            assert state is not None
             assert backend is not None
             state.compilations += 1
             fused = copy_of(graph)
@@ -284,9 +290,9 @@ class _Call:
         return state
 
     def _reset(self, state: _State, ids: Tensor, mask: Tensor | None, choice: Choice) -> None:
-        """Prepare a state for another prompt; what the cache holds behind its counted tokens is masked."""
+        """Prepare a state for another prompt. NaN of an earlier one would pass any mask, because 0 * NaN is NaN."""
         prompt = ids.shape[1]
-        state.filled.zero_()
+        state.cache.reset()  # and `filled`
         state.length.fill_(prompt)
         state.done.zero_()
         if state.mask is not None and mask is not None:

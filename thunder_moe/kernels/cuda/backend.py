@@ -330,9 +330,11 @@ def linear_router(
 def decode_attention(*operands: Any) -> Tensor:
     """Attend with one new token per text (B, Hq, D) and write to the cache, like the operator `decode_attention`."""
     tensors, options = operands[:11], dict(zip(("epsilon", "scale"), operands[11:], strict=True))
-    result: Tensor | None = operators.attempt("decode_attention", *tensors, **options)
+    chain = operators.prepare("decode_attention", tensors, options)
+    result: Tensor | None = None if chain is None else chain(*tensors, **options)
     if result is None:
         _, reason = operators.describe("decode_attention", tensors, options)
+        reason = reason or "an operand is not aligned to 16 bytes"
         warn_once(("decode_attention", reason), f"decode_attention runs in plain torch, about 20 launches: {reason}")
         return reference.decode_attention(*operands)
     return result

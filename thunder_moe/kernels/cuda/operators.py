@@ -36,7 +36,7 @@ from thunder_moe.routing import RouterConfig
 
 __all__ = ["attempt", "describe", "explain", "prepare", "run", "unserved_reason"]
 
-_INTEGERS = (torch.int32, torch.int64)
+_ANYWHERE = (torch.int32, torch.int64, torch.bool)  # dtypes of indices and masks
 Finish = Callable[[Tensor, Any], Tensor]  # (the first operand, a chain's results) -> the result
 
 
@@ -162,8 +162,8 @@ _FORMS = {"activation_form": SwiGLUConfig, "router_form": RouterConfig}  # what 
 
 
 def _alignment(argument: Any) -> int:
-    """Return the alignment in bytes that kernels need: 16, but 1 for indices, which may be part of a larger tensor."""
-    return 1 if isinstance(argument, Tensor) and argument.dtype in _INTEGERS else 16
+    """Return the alignment in bytes that kernels need: 16, but 1 for indices and masks, parts of larger ones."""
+    return 1 if isinstance(argument, Tensor) and argument.dtype in _ANYWHERE else 16
 
 
 def unserved_reason(spec: GemmSpec, rows: int | None = None) -> str | None:

@@ -31,7 +31,8 @@ constexpr int kDecodeWarps = 8;  // and one for the new token
 constexpr float kLog2E = 1.4426950408889634f;
 
 DEVICE float minus_infinity() { return bits_to_float(0xFF800000); }
-DEVICE float power_of_2(float x) { return x == minus_infinity() ? 0.0f : exp2f(x); }
+// The factor of sums whose largest score is `part`, beside others with `whole`: 0 for sums over no keys, whose NaN stay NaN.
+DEVICE float factor_of(float part, float whole) { return part == minus_infinity() ? 0.0f : exp2f(part - whole); }
 template <bool BF16>
 DEVICE float rounded(float x) { return widen<BF16>(narrow<BF16>(x)); }
 
@@ -278,13 +279,13 @@ __global__ void __cluster_dims__(SPLITS, 1, 1) __launch_bounds__(32 * kDecodeWar
   const float scale = args.scale * kLog2E;
   while (true) {
     if (counts) {
-      const int64_t stale = old ? position - 16 * at : -1;  // the row of the tile whose value may be NaN
+      const int64_t stale = old ? position - 16 * at : -1;  // the row whose value may be NaN; rows behind the last one repeat it
       if (stale >= 0 && stale < 16)
 #pragma unroll
         for (int i = 0; i < 4; ++i)
 #pragma unroll
           for (int c = 0; c < D / 64; ++c)
-            if (2 * t + i % 2 + i / 2 * 8 == stale) tile.values[i][c] = make_uint4(0, 0, 0, 0);
+            if (min(2 * t + i % 2 + i / 2 * 8, args.length - 1 - 16 * at) == stale) tile.values[i][c] = make_uint4(0, 0, 0, 0);
       attend<BF16, D, NT>(tile, own, scale, sums);
     }
     at += kDecodeWarps * SPLITS;
@@ -317,8 +318,8 @@ __global__ void __cluster_dims__(SPLITS, 1, 1) __launch_bounds__(32 * kDecodeWar
     const int query = i % args.groups;
     float largest = minus_infinity(), total = 0.0f;
     for (int w = 0; w < warps; ++w) largest = fmaxf(largest, totals[w * 2 * kQueries + query]);
-    for (int w = 0; w < warps; ++w) total += totals[(w * 2 + 1) * kQueries + query] * power_of_2(totals[w * 2 * kQueries + query] - largest);
-    const float both[4] = {largest, largest == minus_infinity() ? 0.0f : total, 0.0f, 0.0f};
+    for (int w = 0; w < warps; ++w) total += totals[(w * 2 + 1) * kQueries + query] * factor_of(totals[w * 2 * kQueries + query], largest);
+    const float both[4] = {largest, total, 0.0f, 0.0f};
     send_floats(remote_place(maxima + (rank * kQueries + query) * 4, barrier, i / args.groups), 0, both);
   }
   for (int unit = threadIdx.x; unit < args.groups * D / 4; unit += kThreads) {
@@ -326,8 +327,8 @@ __global__ void __cluster_dims__(SPLITS, 1, 1) __launch_bounds__(32 * kDecodeWar
     float largest = minus_infinity();
     for (int w = 0; w < warps; ++w) largest = fmaxf(largest, totals[w * 2 * kQueries + query]);
     float four[4] = {};
-    for (int w = 0; w < warps && largest != minus_infinity(); ++w) {
-      const float factor = power_of_2(totals[w * 2 * kQueries + query] - largest);
+    for (int w = 0; w < warps; ++w) {
+      const float factor = factor_of(totals[w * 2 * kQueries + query], largest);
       const float* const from = outs + (w * kQueries + query) * kOutPitch + first;
 #pragma unroll
       for (int i = 0; i < 4; ++i) four[i] += from[i] * factor;
@@ -339,8 +340,8 @@ __global__ void __cluster_dims__(SPLITS, 1, 1) __launch_bounds__(32 * kDecodeWar
     const int place = rank * share + unit, query = place / (D / 4), first = place % (D / 4) * 4;
     float largest = minus_infinity(), total = 0.0f, four[4] = {};
     for (int block = 0; block < SPLITS; ++block) largest = fmaxf(largest, maxima[(block * kQueries + query) * 4]);
-    for (int block = 0; block < SPLITS && largest != minus_infinity(); ++block) {
-      const float factor = power_of_2(maxima[(block * kQueries + query) * 4] - largest);
+    for (int block = 0; block < SPLITS; ++block) {
+      const float factor = factor_of(maxima[(block * kQueries + query) * 4], largest);
       total += maxima[(block * kQueries + query) * 4 + 1] * factor;
 #pragma unroll
       for (int i = 0; i < 4; ++i) four[i] += received[(block * share + unit) * 4 + i] * factor;
