@@ -475,6 +475,32 @@ def test_prompts_on_cuda(given, seen):
     assert {options.get("attn_mask") is None for *_, options in seen} == {not given}
 
 
+@pytest.mark.parametrize("window", [None, 9, 13])
+@pytest.mark.slow
+def test_exported_for_any_length(window):
+    ours, sdpa, _ = models("mixtral", sliding_window=window)
+    length = torch.export.Dim("length", min=2, max=100)
+    options = dict(kwargs=dict(attention_mask=PADDED, use_cache=False), strict=False)
+    shapes = dict(input_ids={1: length}, attention_mask={1: length}, use_cache=None)
+    with torch.no_grad():
+        exported = torch.export.export(Logits(ours), (tokens(),), **options, dynamic_shapes=shapes).module()
+        for size in (2, 9, 12, 70):
+            prompt, padding = tokens(length=size), torch.ones(2, size, dtype=torch.int64)
+            padding[0, :1] = 0
+            rows = padding.bool()
+            out = exported(prompt, attention_mask=padding, use_cache=False)[rows]
+            assert error(out, sdpa(prompt, attention_mask=padding).logits[rows].double()) < 1e-5
+
+
+class Logits(nn.Module):
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+    def forward(self, input_ids, attention_mask, use_cache):
+        return self.model(input_ids, attention_mask=attention_mask, use_cache=use_cache).logits
+
+
 def test_chosen_later():
     prompt, model = tokens(), tiny_model("qwen3_moe")
     mask = torch.ones_like(prompt)

@@ -142,6 +142,8 @@ def _is_causal(given: dict[str, Any]) -> bool:
 
     Tensors that say so are read once, which waits for the GPU, and not while anything traces or captures.
     """
+    if torch.compiler.is_exporting() and not torch.compiler.is_dynamo_compiling():
+        return False  # an exported graph may be given one new token, which reads all keys, and any number behind it
     queries, window, start = given["q_length"], given.get("local_size"), given.get("q_offset", 0)
     padding: Tensor | None = given.get("attention_mask")
     if not given.get("allow_is_causal_skip", True) or given.get("kv_offset", 0) != 0:
@@ -157,10 +159,7 @@ def _is_causal(given: dict[str, Any]) -> bool:
         if padding.shape[1] < queries:
             return False
         facts.append(padding[:, :queries])
-    if facts:
-        return not is_tracing(facts[0]) and bool(torch.stack([fact.all() for fact in facts]).all())
-    # An exported graph may be given one new token, which reads all keys.
-    return torch.compiler.is_dynamo_compiling() or not torch.compiler.is_exporting()
+    return not facts or (not is_tracing(facts[0]) and bool(torch.stack([fact.all() for fact in facts]).all()))
 
 
 def _grouped(
@@ -171,7 +170,7 @@ def _grouped(
     options: dict[str, Any] = dict(dropout_p=dropout, scale=scaling)
     if _cudnn_groups_heads(query, key, value, mask, dropout):
         return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, enable_gqa=True, **options)
-    if queries > _MOST_QUERIES:
+    if not isinstance(queries, int) or queries > _MOST_QUERIES:  # torch.export: any number
         return None
     rows, mask = _heads_as_rows(query, heads // key_heads), _mask_of_rows(mask, heads // key_heads, queries)
     out = F.scaled_dot_product_attention(rows, key, value, attn_mask=mask, **options)
