@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from tiny_models import tiny_model, tokens
 
-from thunder_moe import RewriteWarning
+from thunder_moe import RewriteWarning, register
 
 B, HEADS, T, WIDTH = 2, 3, 7, 8
 pytestmark = pytest.mark.filterwarnings(f"ignore::{RewriteWarning.__module__}.{RewriteWarning.__qualname__}")
@@ -123,6 +123,7 @@ def test_a_scale(seen):
 def test_a_model_of_transformers(attention, seen):
     """transformers makes a mask for a prompt without a cache, because position_ids may pack texts."""
     pytest.importorskip("transformers")
+    register("transformers").close()  # its entries, without the reader of compressed-tensors
     model = tiny_model("qwen3_moe", torch.float32, attn_implementation=attention).requires_grad_(False)
     own = {
         "thunder_moe.inner": "counting",
