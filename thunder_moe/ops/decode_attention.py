@@ -54,7 +54,7 @@ def _check(
     for name, angles in (("cos", cos), ("sin", sin)):
         if angles is not None and cos is not None:
             ok = _has_rows(angles, texts, width) and angles.dtype == query.dtype and angles.device == device
-            ok = ok and angles.shape == cos.shape
+            ok = ok and angles.shape[0] == cos.shape[0]
             require(ok, name, angles, f"shape ({texts} or 1, {width}), as cos, dtype {query.dtype}, on {device}")
     require(width % 2 == 0 or cos is None, "query", query, "an even width, for the rotary embedding")
     ok = position.shape == (1,) and position.dtype == torch.int64 and position.device == device
@@ -132,7 +132,7 @@ def decode_attention(
         mask: (B or 1, L), also with dimensions of size 1 in between: bool (True: attend), or added to the scaled
             scores, in the dtype of query; None: attend to all L tokens. A text that attends to nothing gets zeros.
         cos: (B or 1, D), likewise, of the rotary embedding; None: there is none.
-        sin: of the shape of cos.
+        sin: likewise, of as many rows as cos.
         query_norm: (D,), the weight of the norm of query heads; None: there is none.
         key_norm: (D,).
         epsilon: added to the mean of squares of the norms.

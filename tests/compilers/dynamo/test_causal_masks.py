@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from tiny_models import tiny_model, tokens
 
-from thunder_moe import RewriteWarning
+from thunder_moe import RewriteWarning, register
 
 B, HEADS, T, WIDTH = 2, 3, 7, 8
 pytestmark = pytest.mark.filterwarnings(f"ignore::{RewriteWarning.__module__}.{RewriteWarning.__qualname__}")
@@ -119,20 +119,23 @@ def test_a_scale(seen):
 
 
 @pytest.mark.slow
-def test_a_model_of_transformers(seen):
-    """Its "sdpa" makes a mask for a prompt without a cache, because position_ids may pack texts."""
+@pytest.mark.parametrize("attention", ["sdpa", "thunder_moe_sdpa"])
+def test_a_model_of_transformers(attention, seen):
+    """transformers makes a mask for a prompt without a cache, because position_ids may pack texts."""
     pytest.importorskip("transformers")
-    model = tiny_model("qwen3_moe", torch.float32, attn_implementation="sdpa").requires_grad_(False)
+    register("transformers").close()  # its entries, without the reader of compressed-tensors
+    model = tiny_model("qwen3_moe", torch.float32, attn_implementation=attention).requires_grad_(False)
     own = {
         "thunder_moe.inner": "counting",
         "thunder_moe.attention": True,
         "thunder_moe.format": lambda gemm, name: None,
     }
     forward = torch.compile(model, backend="thunder_moe", fullgraph=True, options=own)
+    prompt = tokens(length=70)  # "thunder_moe_sdpa" rearranges the mask of up to 64
     with torch.no_grad():
-        out, expected = (each(tokens(), use_cache=False).logits for each in (forward, model))
-        packed = torch.tensor([[*range(4), *range(5)]] * 2)
-        outs = [each(tokens(), use_cache=False, position_ids=packed).logits for each in (forward, model)]
+        out, expected = (each(prompt, use_cache=False).logits for each in (forward, model))
+        packed = torch.tensor([[*range(30), *range(40)]] * 2)
+        outs = [each(prompt, use_cache=False, position_ids=packed).logits for each in (forward, model)]
     assert torch.allclose(out, expected, atol=1e-5)
     assert torch.allclose(*outs, atol=1e-5)
     assert seen == [(False, True)] * 2 + [(True, False)] * 2

@@ -365,7 +365,7 @@ PACKED = torch.tensor([[*range(4), *range(5)]] * 2)
 # (model, changes of its config, arguments): the masked calls of attention in the two layers, eagerly and compiled.
 PROMPTS = {
     "dynamic cache": ("qwen3_moe", {}, {}, 0, 0),
-    "no cache": ("qwen3_moe", {}, dict(use_cache=False), 0, 0),
+    "no cache": ("qwen3_moe", {}, dict(use_cache=False), 0, 2),
     "positions": ("qwen3_moe", {}, dict(use_cache=False, position_ids=torch.arange(9)[None]), 0, 2),
     "packed": ("qwen3_moe", {}, dict(use_cache=False, position_ids=PACKED), 2, 2),
     "ones": ("qwen3_moe", {}, dict(attention_mask=ONES), 0, 2),
@@ -379,11 +379,11 @@ PROMPTS = {
     "capacity": ("qwen3_moe", {}, dict(attention_mask=torch.ones(2, 16), cache="reset"), 0, 2),
     "filled static cache": ("qwen3_moe", {}, dict(cache="filled"), 2, 2),
     "window": ("mixtral", dict(sliding_window=9), {}, 0, 0),
-    "window without a cache": ("mixtral", dict(sliding_window=9), dict(use_cache=False), 0, 0),
+    "window without a cache": ("mixtral", dict(sliding_window=9), dict(use_cache=False), 0, 2),
     "shorter window": ("mixtral", dict(sliding_window=8), {}, 2, 2),
     "shorter window without a cache": ("mixtral", dict(sliding_window=8), dict(use_cache=False), 2, 2),
     "chunk": ("llama4", dict(attention_chunk_size=9), {}, 0, 0),
-    "chunk without a cache": ("llama4", dict(attention_chunk_size=9), dict(use_cache=False), 0, 0),
+    "chunk without a cache": ("llama4", dict(attention_chunk_size=9), dict(use_cache=False), 0, 2),
     "shorter chunk": ("llama4", dict(attention_chunk_size=8), {}, 2, 2),
 }
 
@@ -472,30 +472,33 @@ def test_prompts_on_cuda(given, seen):
         seen.clear()
         out = torch.compile(ours, backend="aot_eager", fullgraph=True)(tokens().cuda(), **given).logits
     assert error(out, expected.double()) < 2e-2
-    assert {options.get("attn_mask") is None for *_, options in seen} == {"position_ids" not in given}
+    assert {options.get("attn_mask") is None for *_, options in seen} == {not given}
 
 
-@pytest.mark.parametrize("checkpoint", [False, True])
+@pytest.mark.parametrize("window", [None, 9, 13])
 @pytest.mark.slow
-def test_training_without_a_mask(checkpoint):
-    causal, gradients = [], []
+def test_exported_for_any_length(window):
+    ours, sdpa, _ = models("mixtral", sliding_window=window)
+    length = torch.export.Dim("length", min=2, max=100)
+    options = dict(kwargs=dict(attention_mask=PADDED, use_cache=False), strict=False)
+    shapes = dict(input_ids={1: length}, attention_mask={1: length}, use_cache=None)
+    with torch.no_grad():
+        exported = torch.export.export(Logits(ours), (tokens(),), **options, dynamic_shapes=shapes).module()
+        for size in (2, 9, 12, 70):
+            prompt, padding = tokens(length=size), torch.ones(2, size, dtype=torch.int64)
+            padding[0, :1] = 0
+            rows = padding.bool()
+            out = exported(prompt, attention_mask=padding, use_cache=False)[rows]
+            assert error(out, sdpa(prompt, attention_mask=padding).logits[rows].double()) < 1e-5
 
-    def backend(graph_module, inputs):
-        for graph in (each.graph for each in graph_module.modules() if isinstance(each, torch.fx.GraphModule)):
-            for node in graph.find_nodes(op="call_function", target=F.scaled_dot_product_attention):
-                causal.append(node.kwargs["attn_mask"] is None and node.kwargs["is_causal"])
-        return torch._dynamo.lookup_backend("aot_eager")(graph_module, inputs)
 
-    for model in models("qwen3_moe")[:2]:
-        model.set_experts_implementation("batched_mm")  # "grouped_mm" of transformers 5.17 does not train on a CPU
-        if checkpoint:
-            model.train().gradient_checkpointing_enable()
-        forward = model if gradients else torch.compile(model, backend=backend, fullgraph=True)
-        forward(tokens(), labels=tokens(), use_cache=False).loss.backward()
-        gradients.append([parameter.grad for parameter in model.parameters() if parameter.grad is not None])
-    assert causal == [True, True]
-    for ours, theirs in zip(*gradients, strict=True):
-        assert error(ours, theirs.double()) < 1e-5
+class Logits(nn.Module):
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+    def forward(self, input_ids, attention_mask, use_cache):
+        return self.model(input_ids, attention_mask=attention_mask, use_cache=use_cache).logits
 
 
 def test_chosen_later():

@@ -12,6 +12,9 @@ from tiny_models import tiny_model
 from transformers import CompileConfig, StaticCache, StoppingCriteria, StoppingCriteriaList
 
 from thunder_moe import fast_generate, quantize_
+from thunder_moe.formats.nvfp4 import quantize
+from thunder_moe.integrations.huggingface import generation
+from thunder_moe.ops.scaled_mm import dense_operands
 
 PROMPT = torch.tensor([[0, 0, 0, 5, 6, 7, 8], [1, 2, 3, 4, 5, 6, 7], [0, 9, 8, 7, 6, 5, 4]])
 PADDED = (PROMPT != 0).long()
@@ -221,3 +224,25 @@ def test_memory_goes_with_the_model():
     del model
     gc.collect()
     assert gone() is None
+
+
+@pytest.mark.parametrize("fills", [False, True])
+def test_inductors_kernels_overlap_where_none_is_a_fill(fills, monkeypatch):
+    """A kernel that reads nothing does not wait for the kernel in front."""
+    weight = dense_operands(quantize(torch.randn(1, 64, 64)))
+    found = []
+
+    def step(x, length):
+        y = torch.ops.thunder_moe.f16a_nvfp4weight_scaled_mm(x, *weight)
+        mask = y.new_zeros(1, 64).masked_fill_(torch.arange(64) > length, -1.0)
+        return y + mask + (y.new_zeros(64) if fills else 0)
+
+    def backend(graph, inputs):
+        with monkeypatch.context() as patch:
+            patch.setattr(torch.cuda, "is_available", lambda: True)
+            patch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+            found.append(generation._options_of(graph))
+        return graph
+
+    torch.compile(step, backend=backend, fullgraph=True)(torch.randn(1, 64), torch.tensor(3))
+    assert found == [{} if fills else {"triton.enable_pdl": True}]

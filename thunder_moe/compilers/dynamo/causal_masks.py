@@ -1,6 +1,5 @@
 """Proves that a mask of dynamo's graph is the causal one in every call: query i reads the keys 0 to i.
-Called by attention.py, and by integrations/huggingface/attention.py while dynamo traces; calls effects.py,
-and runs a part of the graph.
+Called by attention.py; calls effects.py, and runs the part of the graph that makes the mask.
 
 A mask that is computed from sizes alone is the same in all calls: it is computed here, once. So transformers asks of
 each prompt without a cache where other texts begin in its `position_ids`, although it has made them by arange itself.
@@ -31,7 +30,7 @@ def is_causal_mask(mask: fx.Node) -> bool:
     """True if a mask is (B, H, Q, L), bool, and lets query i read the keys 0 to i alone, in all calls of the graph.
 
     Args:
-        mask: a node with an example value; the graph may be incomplete.
+        mask: a node with an example value.
     """
     value = value_of(mask)
     if not isinstance(value, Tensor) or value.dtype != torch.bool or value.ndim != 4 or value.device.type == "meta":

@@ -33,6 +33,7 @@ from thunder_moe.compilers.dynamo.nodes import (
     given,
     is_in_place,
     same,
+    source_of,
     user_line,
     value_of,
 )
@@ -147,7 +148,7 @@ def _fuse(scope: Scope, node: fx.Node, on_any_device: bool, once: dict[fx.Node, 
 
         operands = (
             *(of_one_token(each.source) for each in (query, key, value)), key_cache, value_cache, position,
-            *(each and _computed_once(graph, behind(each, "unsqueeze"), once) for each in (mask, cos, sin)), *weights,
+            *(each and _computed_once(graph, each, once) for each in (mask, cos, sin)), *weights,
         )  # fmt: skip
         options: dict[str, Any] = dict(epsilon=epsilon, scale=float(scale))
         out = graph.call_function(_OPERATOR, operands, options)
@@ -180,6 +181,9 @@ def _computed_once(graph: fx.Graph, node: fx.Node, once: dict[fx.Node, fx.Node])
 
     inductor gives the source of as_strided a buffer of its own.
     """
+    source = source_of(node, "unsqueeze")
+    if source is not None and value_of(source).ndim > 1 and same(value_of(source).shape[0], value_of(node).shape[0]):
+        node = source  # (B or 1, 1, D) angles, which each layer unsqueezes for itself
     value = value_of(node)
     sizes = (*value.shape, *value.stride())
     if not value.is_contiguous() or not all(isinstance(size, int) for size in sizes):

@@ -13,13 +13,11 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch._dynamo.comptime import comptime
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, causal_mask_function, sdpa_mask
 from transformers.modeling_utils import AttentionInterface
 from transformers.utils.import_utils import is_tracing
 
-from thunder_moe.compilers.dynamo.causal_masks import is_causal_mask
 from thunder_moe.kernels.attention import cudnn_groups_heads, cudnn_groups_heads_of
 
 __all__ = ["NAME", "grouped_sdpa_attention", "grouped_sdpa_mask"]
@@ -50,8 +48,6 @@ def grouped_sdpa_attention(
     it groups the heads; elsewhere the heads of a group are further rows of the query, (B, Hkv, G * Q, D), for up to 64
     new tokens. Without a mask, and for models whose heads have keys of their own, it calls "sdpa".
 
-    While dynamo traces, a mask that depends on no input and hides later keys alone is replaced by ``is_causal=True``.
-
     Args:
         module: the attention layer.
         query: (B, Hq, Q, D).
@@ -80,10 +76,6 @@ def grouped_sdpa_attention(
             )
     queries = query.shape[2]
     own = kwargs.get("position_bias") is None and kwargs.get("cache") is None and not kwargs.get("output_attentions")
-    if attention_mask is not None and own and queries > 1 and torch.compiler.is_dynamo_compiling():
-        comptime(_look_at_mask)
-        if _is_causal_in_graph():
-            attention_mask, is_causal = None, True
     if attention_mask is not None and attention_mask.is_floating_point() and attention_mask.dtype != query.dtype:
         # cuDNN of torch 2.11 takes a float32 mask of 16-bit queries for one of 16 bits. Finite numbers stay finite: a
         # row of padding that attends to nothing keeps its weights.
@@ -150,6 +142,8 @@ def _is_causal(given: dict[str, Any]) -> bool:
 
     Tensors that say so are read once, which waits for the GPU, and not while anything traces or captures.
     """
+    if torch.compiler.is_exporting() and not torch.compiler.is_dynamo_compiling():
+        return False  # an exported graph may be given one new token, which reads all keys, and any number behind it
     queries, window, start = given["q_length"], given.get("local_size"), given.get("q_offset", 0)
     padding: Tensor | None = given.get("attention_mask")
     if not given.get("allow_is_causal_skip", True) or given.get("kv_offset", 0) != 0:
@@ -165,26 +159,7 @@ def _is_causal(given: dict[str, Any]) -> bool:
         if padding.shape[1] < queries:
             return False
         facts.append(padding[:, :queries])
-    if facts:
-        return not is_tracing(facts[0]) and bool(torch.stack([fact.all() for fact in facts]).all())
-    # An exported graph may be given one new token, which reads all keys.
-    return torch.compiler.is_dynamo_compiling() or not torch.compiler.is_exporting()
-
-
-def _look_at_mask(frame: Any) -> None:
-    """Note for `_was_causal` if `attention_mask`, a variable of the frame that dynamo traces, is the causal mask."""
-    mask = frame.get_local("attention_mask").as_proxy().node
-    version = mask.meta["example_value"]._version  # of its changes in place; the layers of a model share a mask
-    if mask.meta.get("thunder_moe_causal", (None,))[0] != version:
-        mask.meta["thunder_moe_causal"] = version, is_causal_mask(mask)
-    _LOOKED[:] = [mask.meta["thunder_moe_causal"][1]]
-
-
-def _was_causal() -> bool:
-    return _LOOKED.pop()
-
-
-_LOOKED: list[bool] = []  # dynamo traces in one thread at a time
+    return not facts or (not is_tracing(facts[0]) and bool(torch.stack([fact.all() for fact in facts]).all()))
 
 
 def _grouped(
@@ -195,7 +170,7 @@ def _grouped(
     options: dict[str, Any] = dict(dropout_p=dropout, scale=scaling)
     if _cudnn_groups_heads(query, key, value, mask, dropout):
         return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, enable_gqa=True, **options)
-    if queries > _MOST_QUERIES:
+    if not isinstance(queries, int) or queries > _MOST_QUERIES:  # torch.export: any number
         return None
     rows, mask = _heads_as_rows(query, heads // key_heads), _mask_of_rows(mask, heads // key_heads, queries)
     out = F.scaled_dot_product_attention(rows, key, value, attn_mask=mask, **options)
@@ -217,7 +192,6 @@ def _cudnn_groups_heads(query: Tensor, key: Tensor, value: Tensor, mask: Tensor,
 
 
 _constant: Any = torch.compiler.assume_constant_result
-_is_causal_in_graph: Callable[[], bool] = _constant(_was_causal)
 _cudnn_groups_heads_of: Callable[..., bool] = _constant(cudnn_groups_heads_of)
 
 

@@ -16,6 +16,7 @@ import contextlib
 import inspect
 import itertools
 import logging
+import re
 import threading
 import weakref
 from collections.abc import Callable
@@ -352,11 +353,24 @@ class _Call:
         return graph
 
 
+# What makes a tensor without reading one: alone in a kernel of inductor's, it would not wait for the kernel in front.
+_FILLS = re.compile("(new_)?(zeros|ones|full|empty)(_like|_strided)?|fill_|zero_|ones_|scalar_tensor")
+
+
 def _options_of(graph: Any) -> dict[str, Any]:
-    """Return inductor's options for a step: its kernels overlap with ours, which pays if the dense layers are ours."""
-    ours = (str(node.target).endswith("weight_scaled_mm") for node in graph.graph.nodes)
+    """Return inductor's options for a step: its kernels overlap with ours, which pays if the dense layers are ours.
+
+    The comment at `await_previous_kernel` in kernels/cuda/src/common.cuh says why no kernel may be a fill.
+    """
+    nodes = [node for node in graph.graph.nodes if node.op in ("call_function", "call_method")]
+    names = {node: str(getattr(node.target, "__name__", node.target)) for node in nodes}
+    ours = any(str(node.target).endswith("weight_scaled_mm") for node in nodes)
+    # A mask of zeros that is filled where a key is not attended to is one kernel with the comparison.
+    masks = {"masked_fill", "masked_fill_"}
+    filled = {node for node in nodes if node.users and {names.get(user) for user in node.users} <= masks}
+    fills = any(_FILLS.fullmatch(names[node]) for node in nodes if node not in filled)
     overlaps = torch.cuda.is_available() and torch.cuda.get_device_capability() >= (9, 0)
-    return {"triton.enable_pdl": True} if overlaps and any(ours) else {}
+    return {"triton.enable_pdl": True} if overlaps and ours and not fills else {}
 
 
 class _Stop:

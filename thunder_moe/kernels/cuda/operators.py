@@ -500,7 +500,7 @@ def _decode_attention(call: _Call, *, epsilon: float = 0.0, scale: float, prefet
     together = all(each.stride()[1:] == (width, 1) for each in (query, key, value))
     together = together and all(each is None or each.stride(-1) == 1 for each in (mask, cos, sin))
     _require(together, "a row of an operand is not contiguous")
-    _require(cos is None or cos.stride() == sin.stride(), "cos and sin have different strides")
+    _require(cos is None or cos.stride(0) == sin.stride(0), "cos and sin have different strides")
     samples, places = ([get(place) for place in range(11)] for get in (call.sample, call.address))
     decode_attention.append_decode_attention(call.chain, samples, places, epsilon, scale, prefetch)
     return lambda _, results: results[0]
