@@ -66,7 +66,9 @@ def _check(
 
 def _has_rows(tensor: Tensor, texts: int, width: int) -> bool:
     """True if a tensor is (texts or 1, 1, ..., 1, width)."""
-    first, *middle, last = (0, *tensor.shape) if tensor.ndim < 2 else tensor.shape
+    if tensor.ndim < 2:
+        return False
+    first, *middle, last = tensor.shape
     return first in (1, texts) and last == width and all(size == 1 for size in middle)
 
 
