@@ -196,10 +196,7 @@ def test_an_interrupt_keeps_what_was_measured(tmp_path, monkeypatch):
     assert all(row["error"] == "interrupted" for row in rows[2::2])
 
 
-@pytest.mark.parametrize(
-    ("mode", "name"),
-    [("inductor", "llama4"), ("thunder", "llama4"), ("thunderjit", "llama4"), ("thunderjit", "qwen3_moe")],
-)
+@pytest.mark.parametrize(("mode", "name"), [("inductor", "llama4"), ("thunder", "llama4"), ("thunderjit", "qwen3_moe")])
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:transformer_engine module not found")
 def test_compiled_cells(tmp_path, mode, name):

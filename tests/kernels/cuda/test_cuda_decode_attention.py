@@ -7,6 +7,7 @@ import torch
 from decode_attention_cases import CASES, make, oracle
 from fast_cases import others_slow
 from oracle import relative_error
+from pairwise import pairwise
 
 from thunder_moe.kernels.cuda import backend as cuda
 from thunder_moe.kernels.cuda import decode_attention as launches
@@ -31,7 +32,7 @@ def check(operands):
 
 @pytest.mark.parametrize(
     ("case", "splits", "dtype"),
-    [*FAST, *others_slow([(case, splits, dtype) for case in CASES for splits in SPLITS for dtype in TOLERANCE], FAST)],
+    [*FAST, *others_slow(pairwise(list(CASES), SPLITS, list(TOLERANCE)), FAST)],
 )
 def test_equals_float64(device, monkeypatch, case, splits, dtype):
     monkeypatch.setattr(launches, "_splits", lambda *_: splits)
