@@ -58,8 +58,8 @@ def prefetch_operands(scopes: Sequence[Scope]) -> None:
 
 
 def _numbers_of(node: fx.Node) -> list[Any]:
-    """Return the nodes whose numbers a node reads. A compiler leaves out those of which it reads only the size or the
-    dtype, as in x.expand_as(y)."""
+    """Return the nodes whose numbers a node reads. A compiler does not run a node for its size or dtype alone, as y in
+    x.expand_as(y)."""
     kind = kind_of(node)
     if kind in ("zeros", "empty", "ones", "full_like"):
         return []
