@@ -18,7 +18,14 @@ from torch.utils.flop_counter import FlopCounterMode
 from thunder_moe import f16a_nvfp4weight_scaled_grouped_mm, moe_route
 from thunder_moe.formats.nvfp4 import quantize
 from thunder_moe.kernels.select import use_backend
-from thunder_moe.ops import decode_attention, experts_lora, fake_quantize, operator, scaled_mm  # noqa: F401  (register the operators)
+from thunder_moe.ops import (  # noqa: F401  (register the operators)
+    add_norm,
+    decode_attention,
+    experts_lora,
+    fake_quantize,
+    operator,
+    scaled_mm,
+)
 from thunder_moe.ops.grouped_mm import operands
 from thunder_moe.ops.operator import OPERATORS, is_plain_eager
 from thunder_moe.ops.scaled_mm import dense_operands
@@ -43,6 +50,14 @@ SCHEMAS = {
     " float up_shift=0., SymInt expert_ranks=1) -> Tensor",
     "f16a_nvfp4weight_scaled_mm": f"(Tensor activation, {DENSE_WEIGHT}, Tensor? bias=None, *,"
     ' str layout="linear", bool prefetch=False) -> Tensor',
+    "f16a_nvfp4weight_add_norm_scaled_mm": f"(Tensor activation, Tensor residual, Tensor norm_weight, {DENSE_WEIGHT},"
+    ' Tensor? bias=None, *, float epsilon, str layout="linear", bool prefetch=False) -> (Tensor, Tensor)',
+    "add_norm_linear_router": "(Tensor hidden_states, Tensor residual, Tensor norm_weight, Tensor weight,"
+    " Tensor? linear_bias=None, Tensor? bias=None, *, float norm_epsilon, SymInt top_k,"
+    ' str score="softmax", bool normalize=True, float epsilon=0., float least_sum=0., float scale=1.,'
+    " SymInt num_groups=1, SymInt top_groups=1, SymInt group_best=2, bool mask_to_zero=False,"
+    " ScalarType? logits_dtype=None, ScalarType? scores_dtype=None, bool prefetch=False)"
+    " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
     "f16a_nvfp4weight_scaled_mm_dgrad": f'(Tensor grad, {DENSE_WEIGHT}, *, str layout="linear") -> Tensor',
     "decode_attention": "(Tensor query, Tensor key, Tensor value, Tensor(a3!) key_cache, Tensor(a4!) value_cache,"
     " Tensor position, Tensor? mask=None, Tensor? cos=None, Tensor? sin=None, Tensor? query_norm=None,"
@@ -87,7 +102,8 @@ def test_gradients_belong_to_the_arguments_of_their_names(name):
     described = OPERATORS[name]
     names = list(described.signature.parameters)
     assert [names[position] for position in described.positions] == list(described.differentiable)
-    assert bool(described.positions) == (name not in ("decode_attention", "moe_linear_router", "moe_route"))
+    without = "decode_attention", "linear_router", "moe_route", "add_norm_scaled_mm"
+    assert bool(described.positions) == (not name.endswith(without))
 
 
 def test_the_public_function_has_the_signature_and_the_documentation():
@@ -109,6 +125,8 @@ def test_results_have_the_shapes_and_may_be_changed_in_place(backend):
     calls = {
         "decode_attention": (*torch.randn(3, 2, 2, 16), *torch.randn(2, 2, 2, 5, 16), torch.tensor([3])),
         "moe_linear_router": (x, torch.randn(4, 48)),
+        "add_norm_linear_router": (x, x, torch.randn(48), torch.randn(4, 48)),
+        "f16a_nvfp4weight_add_norm_scaled_mm": (*torch.randn(2, 2, 3, 48), torch.randn(48), *dense),
         "moe_route": (ids, 4),
         "moe_router": (torch.randn(3, 4),),
         "f16a_nvfp4weight_scaled_grouped_mm": (rows, *weight, offsets),
@@ -126,6 +144,8 @@ def test_results_have_the_shapes_and_may_be_changed_in_place(backend):
     assert calls.keys() == OPERATORS.keys() - in_mxfp8
     for name, args in calls.items():
         options = dict(top_k=2) if name.endswith("router") else dict(scale=1.0) if "attention" in name else {}
+        if "add_norm" in name:
+            options["norm_epsilon" if "router" in name else "epsilon"] = 1e-6
         first = args[0].clone().requires_grad_(args[0].is_floating_point())
         for grad in (False, True):
             with use_backend(backend), torch.set_grad_enabled(grad):

@@ -8,6 +8,7 @@ host synchronisation, CUDA-graph capturable): each expert's GEMM runs over all r
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Callable, Iterator
 
@@ -17,12 +18,15 @@ from thunder_moe.activations import SWIGLU, SwiGLUConfig, swiglu
 from thunder_moe.formats.registry import FORMATS as NUMBER_FORMATS
 from thunder_moe.formats.registry import dequantize_expert
 from thunder_moe.formats.weight import PackedWeight
+from thunder_moe.kernels import add_norm
 from thunder_moe.kernels.attention import decode_attention
 from thunder_moe.kernels.experts import ExpertsCall, unfused
 from thunder_moe.kernels.slow_paths import to_linear
 from thunder_moe.routing import combine, gather_rows, linear_router, route, router, row_groups, scale_of_rows
 
 __all__ = [
+    "add_norm_linear_router",
+    "add_norm_mm",
     "decode_attention",
     "grouped_mm",
     "grouped_mm_combine",
@@ -136,3 +140,7 @@ def _experts(weight: PackedWeight, dtype: torch.dtype, experts: list[int] | rang
     for expert in experts:
         dequantize_expert(weight, expert, matrix)
         yield matrix
+
+
+add_norm_mm = functools.partial(add_norm.add_norm_mm, mm=mm)
+add_norm_linear_router = functools.partial(add_norm.add_norm_linear_router, linear_router=linear_router)

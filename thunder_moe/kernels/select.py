@@ -68,7 +68,8 @@ def select(device: torch.device, *, backend: str | None = None, format: str = NV
 
     Returns:
         A module with `grouped_mm`, `grouped_mm_dgrad`, `grouped_swiglu`, `grouped_mm_combine`, `moe_experts`, `mm`,
-        `mm_dgrad`, `route`, `router`, `linear_router` and `decode_attention`, as in kernels.reference.
+        `mm_dgrad`, `route`, `router`, `linear_router`, `decode_attention`, `add_norm_mm` and
+        `add_norm_linear_router`, as in kernels.reference.
 
     Raises:
         ValueError: the backend is unknown, does not serve the device, takes no weights in the format, or cannot run

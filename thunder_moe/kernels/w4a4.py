@@ -8,6 +8,7 @@ amax of the experts' rows -> encode scale 2688 / amax -> e4m3 scale per 16 value
 
 from __future__ import annotations
 
+import functools
 import sys
 
 import torch
@@ -15,12 +16,14 @@ import torch
 from thunder_moe.activations import SWIGLU, SwiGLUConfig, swiglu
 from thunder_moe.formats.nvfp4 import BLOCK_SIZE, E2M1_MAX, E4M3_MAX
 from thunder_moe.formats.weight import PackedWeight
-from thunder_moe.kernels import reference
+from thunder_moe.kernels import add_norm, reference
 from thunder_moe.kernels.attention import decode_attention
 from thunder_moe.kernels.experts import ExpertsCall, unfused
 from thunder_moe.routing import combine, gather_rows, linear_router, live_rows, route, router, scale_of_rows
 
 __all__ = [
+    "add_norm_linear_router",
+    "add_norm_mm",
     "decode_attention",
     "grouped_mm",
     "grouped_mm_combine",
@@ -149,3 +152,7 @@ def _round_to_e2m1(x: torch.Tensor) -> torch.Tensor:
     # The steps are 0.5 up to 2, 1 up to 4 and 2 up to 6; halves of them round to even codes at every step.
     step = torch.where(magnitude < 2, 0.5, torch.where(magnitude < 4, 1.0, 2.0))
     return torch.copysign(torch.round(magnitude / step) * step, x)
+
+
+add_norm_mm = functools.partial(add_norm.add_norm_mm, mm=mm)
+add_norm_linear_router = functools.partial(add_norm.add_norm_linear_router, linear_router=linear_router)

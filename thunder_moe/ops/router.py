@@ -19,7 +19,14 @@ from thunder_moe.ops.checks import ACTIVATION_DTYPES
 from thunder_moe.ops.operator import operator
 from thunder_moe.routing import RouterConfig, router_gradient
 
-__all__ = ["moe_linear_router", "moe_router"]
+__all__ = [
+    "check_linear_router",
+    "check_linear_router_values",
+    "linear_dtypes",
+    "linear_shapes",
+    "moe_linear_router",
+    "moe_router",
+]
 
 _SCORES = ("softmax", "sigmoid")
 
@@ -161,20 +168,20 @@ def moe_router(
     return results
 
 
-def _linear_shapes(
-    hidden_states: Tensor, weight: Tensor, *_: Any, top_k: int, **__: Any
-) -> tuple[tuple[int, ...], ...]:
+def linear_shapes(hidden_states: Tensor, weight: Tensor, *_: Any, top_k: int, **__: Any) -> tuple[tuple[int, ...], ...]:
+    """Return the shapes of the results of `moe_linear_router`."""
     tokens, experts = hidden_states.shape[0], weight.shape[0]
     return (tokens, top_k), (tokens, top_k), (tokens * top_k,), (experts,), (tokens, top_k), (tokens, experts)
 
 
-def _linear_dtypes(
+def linear_dtypes(
     *_: Any, logits_dtype: torch.dtype | None = None, scores_dtype: torch.dtype | None = None, **__: Any
 ) -> tuple[torch.dtype | None, ...]:
+    """Return the dtypes of the results of `moe_linear_router`; None stands for the dtype of hidden_states."""
     return scores_dtype, torch.int64, torch.int32, torch.int32, torch.int32, logits_dtype
 
 
-def _check_linear(
+def check_linear_router(
     hidden_states: Tensor,
     weight: Tensor,
     linear_bias: Tensor | None = None,
@@ -186,6 +193,11 @@ def _check_linear(
     prefetch: bool = False,
     **options: Any,
 ) -> None:
+    """Check the arguments of `moe_linear_router`, as far as that needs no data.
+
+    Raises:
+        ValueError: names the argument, what it was and what is wanted.
+    """
     dtype, device = hidden_states.dtype, hidden_states.device
     require(hidden_states.ndim == 2, "hidden_states", hidden_states, "shape (tokens, hidden_size)")
     require(dtype in ACTIVATION_DTYPES, "hidden_states", hidden_states, "dtype bfloat16, float16 or float32")
@@ -200,7 +212,8 @@ def _check_linear(
     _check_form(weight.shape[0], bias, device, top_k, scores_dtype, options)
 
 
-def _check_linear_values(hidden_states: Tensor, *_: Any, top_k: int, **__: Any) -> None:
+def check_linear_router_values(hidden_states: Tensor, *_: Any, top_k: int, **__: Any) -> None:
+    """Raise ValueError for more tokens than rows can be numbered."""
     tokens = hidden_states.shape[0]
     require(tokens * top_k < 2**31, "hidden_states", hidden_states, "tokens * top_k below 2**31: rows are int32")
 
@@ -210,10 +223,10 @@ def _no_gradient(*_: Any, **__: Any) -> tuple[()]:
 
 
 @operator(
-    shapes=_linear_shapes,
-    dtype=_linear_dtypes,
-    check=_check_linear,
-    check_values=_check_linear_values,
+    shapes=linear_shapes,
+    dtype=linear_dtypes,
+    check=check_linear_router,
+    check_values=check_linear_router_values,
     gradient=_no_gradient,
     saved=slice(0),
 )

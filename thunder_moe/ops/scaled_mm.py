@@ -21,6 +21,7 @@ from thunder_moe.ops.checks import ACTIVATION_DTYPES, check_optional
 from thunder_moe.ops.operator import OPERATORS, op_name_for, weight_operator
 
 __all__ = [
+    "check_scaled_mm",
     "dense_operands",
     "f16a_mxfp8weight_scaled_mm",
     "f16a_mxfp8weight_scaled_mm_dgrad",
@@ -74,7 +75,7 @@ def _shapes(activation: Tensor, weight: WeightOperands, *_: Any, **__: Any) -> t
     return ((*activation.shape[:-1], weight.codes.shape[1]),)
 
 
-def _check(
+def check_scaled_mm(
     activation: Tensor,
     weight: WeightOperands,
     bias: Tensor | None = None,
@@ -82,6 +83,11 @@ def _check(
     layout: str = LINEAR,
     prefetch: bool = False,
 ) -> None:
+    """Check the arguments of `f16a_nvfp4weight_scaled_mm`, as far as that needs no data.
+
+    Raises:
+        ValueError: names the argument, what it was and what is wanted.
+    """
     _check_operands("activation", activation, weight, layout, "in_features")
     check_optional("bias", bias, (weight.codes.shape[1],), activation)
 
@@ -115,7 +121,7 @@ _NAME = "f16a_nvfp4weight_scaled_mm"
 
 @weight_operator(
     shapes=_shapes,
-    check=_check,
+    check=check_scaled_mm,
     gradient=_gradient,
     differentiable=("activation", "bias"),
     saved=slice(1, 3),

@@ -131,3 +131,28 @@ def test_weights_read_early_give_the_same_bits(emulated):
     results = [operators.run("moe_linear_router", x, weight, prefetch=early, **options) for early in (False, True)]
     for one, other in zip(*results, strict=True):
         assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("dtype", others_slow([torch.bfloat16, torch.float16], [torch.bfloat16]))
+@pytest.mark.parametrize(
+    ("tokens", "hidden_size"), others_slow([(1, 2056), (3, 264), (2, 2056)], [(1, 2056), (3, 264)])
+)
+def test_norm_of_a_sum_in_front(emulated, tokens, hidden_size, dtype):
+    x, residual = torch.randn(2, tokens, hidden_size).to(dtype)
+    norm_weight, weight = torch.randn(hidden_size).to(dtype), (torch.randn(37, hidden_size) / 8).to(dtype)
+    form = RouterConfig(4)
+    *actual, total, rows = cuda.add_norm_linear_router(
+        x, residual, norm_weight, 1e-6, weight, None, None, form, torch.float32, dtype
+    )
+    assert torch.equal(total, x + residual)
+    wide = total.double()
+    wanted = wide / (wide.square().mean(-1, keepdim=True) + 1e-6).sqrt() * norm_weight
+    assert relative_error(rows, wanted) < TOLERANCE[dtype]
+    for result, other in zip(
+        actual, cuda.linear_router(rows, weight, None, None, form, torch.float32, dtype), strict=True
+    ):
+        assert torch.equal(result, other)  # of the rows that it returns
+    options = vars(form) | dict(logits_dtype=torch.float32, scores_dtype=None, norm_epsilon=1e-6)
+    early = operators.run("add_norm_linear_router", x, residual, norm_weight, weight, prefetch=True, **options)
+    for result, other in zip((*actual, total, rows), early, strict=True):
+        assert torch.equal(result, other)

@@ -14,6 +14,7 @@ from thunder_moe.formats.weight import WeightOperands
 from thunder_moe.kernels import reference
 from thunder_moe.kernels.cuda import backend as cuda
 from thunder_moe.kernels.cuda import operators
+from thunder_moe.kernels.cuda.operands import operands_of
 from thunder_moe.kernels.select import quantize_to
 from thunder_moe.kernels.specs import GemmSpec, Target, WeightSpec
 
@@ -80,3 +81,39 @@ def test_larger_layers_have_a_pipeline():
     assert not serves(1, 2048, 16 * 512 + 64)
     with pytest.raises(ValueError, match="for devices of compute capability"):
         serves(1, 2048, 2048, (10, 0))
+
+
+NORMED = [(1, 64, 64), (2, 128, 576), (2, 192, 1088)]
+
+
+@pytest.mark.parametrize(
+    ("format", "dtype", "sizes"),
+    [("nvfp4", torch.bfloat16, NORMED[1]), ("mxfp8", torch.float16, NORMED[2])]
+    + others_slow([(format, dtype, sizes) for format in FORMATS for dtype in DTYPES for sizes in NORMED], ()),
+)
+def test_norm_of_a_sum_in_front(tiled, format, dtype, sizes):
+    device, make = tiled
+    rows, n, k = sizes
+    weight = make(format, 1, n, k)
+    x, residual, norm_weight = (torch.randn(shape).to(device, dtype) for shape in ((rows, k), (rows, k), (k,)))
+    out, total = cuda.add_norm_mm(x, residual, norm_weight, weight, None, 1e-6)
+    assert torch.equal(total, x + residual)
+    wide = total.double()
+    normalized = wide / (wide.square().mean(-1, keepdim=True) + 1e-6).sqrt() * norm_weight
+    wanted = reference.mm(normalized, weight.to_layout("linear"))
+    assert relative_error(out, wanted) < 2 * KERNEL_TOLERANCE[dtype]  # rows are rounded twice
+    codes, scale, global_scale, *_ = operands_of(weight)
+    operands = WeightOperands(codes[0], scale[0], None if global_scale is None else global_scale[0], weight.format)
+    name, options = f"f16a_{format}weight_add_norm_scaled_mm", dict(layout="tiled_64x64", epsilon=1e-6)
+    early = operators.run(name, x, residual, norm_weight, operands, prefetch=True, **options)
+    assert torch.equal(early[0], out)
+    assert torch.equal(early[1], total)
+
+
+def test_norms_of_more_rows_are_plain_torch(tiled):
+    device, make = tiled
+    weight, x, norm_weight = make("nvfp4", 1, 64, 64), torch.randn(2, 3, 64).to(device, torch.bfloat16), torch.ones(64)
+    with pytest.warns(UserWarning, match="plain torch.*more than 2 rows is a kernel of its own"):
+        out, total = cuda.add_norm_mm(*x, norm_weight.to(x), weight, None, 1e-6)
+    rows = torch.nn.functional.rms_norm(total.float(), (64,), eps=1e-6)
+    assert relative_error(out, reference.mm(rows, weight.to_layout("linear"))) < 2 * KERNEL_TOLERANCE[torch.bfloat16]

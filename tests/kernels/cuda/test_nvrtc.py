@@ -63,12 +63,12 @@ OTHERS = {
     cuda_arguments.RouterLinearArguments: (
         router.SOURCES,
         [
-            f"router_linear<{dtype}, {per_lane}, {by}, 256, {tokens}>"
-            for dtype, per_lane, by, tokens in (
-                ("true", 4, 0, 1),
-                ("false", 1, 1, 2),
-                ("true", 8, 2, 4),
-                ("true", 16, 0, 4),
+            f"router_linear<{dtype}, {per_lane}, {by}, 256, {tokens}, {norm}>"
+            for dtype, per_lane, by, tokens, norm in (
+                ("true", 4, 0, 1, "true"),
+                ("false", 1, 1, 2, "false"),
+                ("true", 8, 2, 4, "false"),
+                ("false", 16, 0, 3, "true"),
             )
         ],
     ),
@@ -217,9 +217,9 @@ def test_other_kernels_compile(kept, capability):
             name = f"decode_attention<{dtype}, {width}, {tiles}, {splits}>"
             found.add((decode_attention.SOURCES, name, capability, cuda_arguments.DecodeAttentionArguments))
     if capability == (9, 0):
-        for format, numbers in (("nvfp4", "<true, 4, 8>"), ("mxfp8", "<false, 16, 4>")):
+        for format, numbers in (("nvfp4", "<true, 4, 8, true>"), ("mxfp8", "<false, 16, 4, false>")):
             sources = direct.sources(format)
-            found.add((sources, f"mm_tiled_direct{numbers}", capability, cuda_arguments.GemmArguments))
+            found.add((sources, f"mm_tiled_direct{numbers}", capability, cuda_arguments.DirectArguments))
         argument = cuda_arguments.TmaWgradArguments
         for dtype, (columns, stages) in itertools.product(("true", "false"), wgrad._STAGES.items()):
             found.add((wgrad.WGMMA, f"wgrad_wgmma<{dtype}, {columns}, {stages}>", capability, argument))
@@ -256,6 +256,7 @@ def test_every_kernel_and_struct_is_compiled_above():
     gemm_structs = {"GemmArguments", "TmaGemmArguments", "GatherArguments", "TmaLinearArguments", "TmaWgradArguments"}
     gemm_structs |= {
         "DecodeAttentionArguments",
+        "DirectArguments",
         "LowRankGemmArguments",
         "LowRankLinearArguments",
         "PackedLinearArguments",

@@ -1,6 +1,6 @@
 """Finds the attention of one new token behind a static cache, and replaces it by the operator `decode_attention`.
-Called by rewrite.py and huggingface/generation.py; calls scopes.py, and kernels/cuda/decode_attention.py for what is
-served.
+Called by rewrite.py and huggingface/generation.py; calls scopes.py, norms.py, and kernels/cuda/decode_attention.py for
+what is served.
 
     q, k, v = heads of the projections                               (B, 1, heads, D)
     q, k = norm(q) * weight, norm(k) * weight                        RMS norm of each head; may be missing
@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import fx
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from thunder_moe.compilers.dynamo.attention import behind_repeat
@@ -38,6 +38,7 @@ from thunder_moe.compilers.dynamo.nodes import (
     value_of,
 )
 from thunder_moe.compilers.dynamo.nodes import tensor as tensor_of
+from thunder_moe.compilers.dynamo.norms import is_number, norm_of
 from thunder_moe.compilers.dynamo.scopes import Scope
 from thunder_moe.compilers.report import AttentionEntry
 from thunder_moe.compilers.spellings import MismatchError, require
@@ -103,7 +104,7 @@ def _fuse(scope: Scope, node: fx.Node, on_any_device: bool, once: dict[fx.Node, 
     layouts = (texts, heads, 1, width), (texts, key_heads, heads // key_heads, width)
     require(result.dtype == dtype and any(same(result.shape, layout) for layout in layouts))
     scale = named.get("scale", 1 / math.sqrt(width))
-    require(_is_number(scale))
+    require(is_number(scale))
     for each in (key, value):
         tensor_of(each.source, 4, texts, 1, key_heads, width)
     for cache in (key_cache, value_cache):
@@ -231,7 +232,10 @@ def _heads_behind(node: Any) -> _Heads:
     require({transposed.get("dim0"), transposed.get("dim1")} in ({1, 2}, {-2, -3}, {1, -2}, {-3, 2}))
     heads.nodes.add(heads.source)
     heads.source = transposed["input"]
-    _take_norm(heads)
+    norm = norm_of(heads.source)
+    if norm is not None:
+        heads.source, heads.norm = norm.source, (norm.weight, norm.epsilon)
+        heads.nodes |= norm.nodes
     return heads
 
 
@@ -263,34 +267,3 @@ def _is_slice(node: Any, source: Any, ends: tuple[Any, Any]) -> bool:
     """True if a node is source[..., start:stop]."""
     named = given(node) if calls(node, "getitem") else {}
     return named.get("input") is source and named.get("index") == (Ellipsis, slice(*ends, None))
-
-
-def _take_norm(heads: _Heads) -> None:
-    """Match weight * (x.float() / rms(x)).to(dtype); leave `heads` unchanged for other nodes."""
-    node = heads.source
-    for weight, scaled in factors(node):
-        value = value_of(weight)
-        if not isinstance(value, Tensor) or not calls(scaled, "cast"):
-            continue
-        product = given(scaled)["input"]
-        for wide, factor in factors(product):
-            if not calls(wide, "cast") or not calls(factor, "rsqrt"):
-                continue
-            total = given(factor)["input"]
-            summed = given(total) if calls(total, "add") else {}
-            mean = summed.get("input")
-            square = given(mean).get("input") if calls(mean, "mean") else None
-            named = given(square) if calls(square, "pow") else {}
-            source = given(wide)["input"]
-            right = named.get("input") is wide and named.get("exponent") == 2
-            right = right and given(mean).get("dim") in (-1, [-1], (-1,)) and given(mean).get("keepdim") is True
-            right = right and same(value.shape, value_of(source).shape[-1:])
-            same_dtype = value_of(scaled).dtype == value_of(source).dtype == value.dtype
-            if right and same_dtype and value_of(wide).dtype == torch.float32 and _is_number(summed.get("other")):
-                heads.nodes |= {node, scaled, product, wide, factor, total, mean, square}
-                heads.source, heads.norm = source, (weight, float(summed["other"]))
-                return
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)

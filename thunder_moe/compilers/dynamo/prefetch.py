@@ -23,17 +23,20 @@ from thunder_moe.compilers.dynamo.effects import storages_of
 from thunder_moe.compilers.dynamo.nodes import calls, given, kind_of, value_of
 from thunder_moe.compilers.dynamo.scopes import Scope
 from thunder_moe.formats.block_format import BLOCK_FORMATS
-from thunder_moe.ops import decode_attention, router, scaled_mm  # noqa: F401  (register the operators)
+from thunder_moe.ops import add_norm, decode_attention, router, scaled_mm  # noqa: F401  (register the operators)
 
 __all__ = ["prefetch_operands"]
 
 _OPS = torch.ops.thunder_moe
 # The positions of the operands that are read early, by operator.
-_READ_EARLY: dict[Any, slice] = {_OPS.decode_attention: slice(3, 5), _OPS.moe_linear_router: slice(1, 2)}
-_READ_EARLY |= {
-    getattr(_OPS, f"f16a_{name}weight_scaled_mm"): slice(1, 1 + len(known.fields))
-    for name, known in BLOCK_FORMATS.items()
+_READ_EARLY: dict[Any, slice] = {
+    _OPS.decode_attention: slice(3, 5),
+    _OPS.moe_linear_router: slice(1, 2),
+    _OPS.add_norm_linear_router: slice(2, 4),
 }
+for _name, _known in BLOCK_FORMATS.items():
+    _READ_EARLY[getattr(_OPS, f"f16a_{_name}weight_scaled_mm")] = slice(1, 1 + len(_known.fields))
+    _READ_EARLY[getattr(_OPS, f"f16a_{_name}weight_add_norm_scaled_mm")] = slice(2, 3 + len(_known.fields))
 _READ_EARLY |= {packet.default: places for packet, places in _READ_EARLY.items()}
 
 

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from thunder_moe.compilers.dynamo.add_norm import fuse_add_norms
 from thunder_moe.compilers.dynamo.all_experts_bmm_pattern import AllExpertsBmm, find_all_experts_bmm
 from thunder_moe.compilers.dynamo.attention import find_repeated_attention, group_heads, take_causal_masks
 from thunder_moe.compilers.dynamo.decode_attention import fuse_decode_attention
@@ -102,6 +103,7 @@ def rewrite(
         share_orders(scope.graph, program)
     sites = [site for plan in plans for site in plan.sites if site.weight is not None]
     rewritten = packing.finish(sites, memory, told_by)
+    fuse_add_norms(scopes_of(gm, torch.is_grad_enabled()))
     prefetch_operands(scopes_of(gm, torch.is_grad_enabled()))
     for scope in scopes:
         scope.module.recompile()

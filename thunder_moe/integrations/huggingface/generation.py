@@ -30,6 +30,7 @@ from transformers.cache_utils import StaticLayer, StaticSlidingWindowLayer
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
 from transformers.generation.utils import GENERATION_MODES_MAPPING
 
+from thunder_moe.compilers.dynamo.add_norm import fuse_add_norms
 from thunder_moe.compilers.dynamo.backend import compile_inner
 from thunder_moe.compilers.dynamo.decode_attention import fuse_decode_attention
 from thunder_moe.compilers.dynamo.prefetch import prefetch_operands
@@ -281,6 +282,7 @@ class _Call:
             state.compilations += 1
             fused = copy_of(graph)
             fuse_decode_attention(scopes_of(fused, False))
+            fuse_add_norms(scopes_of(fused, False))
             prefetch_operands(scopes_of(fused, False))
             options = _options_of(fused) if backend == ("inductor", None) else backend[1] or {}
             return compile_inner(backend[0], fused, inputs, None, options, False)

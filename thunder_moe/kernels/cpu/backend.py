@@ -28,7 +28,7 @@ from thunder_moe import routing
 from thunder_moe.activations import SWIGLU, SwiGLUConfig
 from thunder_moe.formats.block_format import MXFP8, NVFP4, BlockFormat
 from thunder_moe.formats.weight import PackedWeight
-from thunder_moe.kernels import code_cache, host_code
+from thunder_moe.kernels import add_norm, code_cache, host_code
 from thunder_moe.kernels.arguments import DTYPE_CODES, as_kernel_float, dtype_code, pointer
 from thunder_moe.kernels.attention import decode_attention
 from thunder_moe.kernels.cpu.crossover import NEVER, ROWS, Limits, forced_limits, limits_for
@@ -38,6 +38,8 @@ from thunder_moe.kernels.slow_paths import to_linear
 from thunder_moe.routing import RouterConfig, gather_rows, row_groups, scale_of_rows
 
 __all__ = [
+    "add_norm_linear_router",
+    "add_norm_mm",
     "decode_attention",
     "dequantize",
     "grouped_mm",
@@ -286,6 +288,8 @@ def router(
 
 
 linear_router = functools.partial(routing.linear_router, choose=router)
+add_norm_linear_router = functools.partial(add_norm.add_norm_linear_router, linear_router=linear_router)
+add_norm_mm = functools.partial(add_norm.add_norm_mm, mm=mm)
 
 
 @functools.lru_cache(maxsize=4096)

@@ -12,6 +12,7 @@ __all__ = [
     "CombineArguments",
     "DecodeAttentionArguments",
     "DequantizeArguments",
+    "DirectArguments",
     "GatherArguments",
     "GatherLowRankArguments",
     "GemmArguments",
@@ -45,6 +46,16 @@ class GemmArguments(ctypes.Structure):
         *((name, ctypes.c_float) for name in ("alpha", "limit", "up_shift")),
         ("tile_counter", ctypes.c_void_p),
         *((name, ctypes.c_int) for name in ("read_once", "x_from_previous_kernel")),
+    )
+
+
+class DirectArguments(ctypes.Structure):
+    """In tiled_direct.cu."""
+
+    _fields_ = (
+        ("gemm", GemmArguments),
+        *((name, ctypes.c_void_p) for name in ("residual", "norm_weight", "total")),
+        ("epsilon", ctypes.c_float),
     )
 
 
@@ -109,6 +120,8 @@ class RouterLinearArguments(ctypes.Structure):
         ("router", RouterArguments),
         *((name, ctypes.c_void_p) for name in ("x", "weight", "bias", "words")),
         *((name, ctypes.c_int) for name in ("hidden_size", "prefetch")),
+        *((name, ctypes.c_void_p) for name in ("residual", "norm_weight", "total", "normalized")),
+        ("epsilon", ctypes.c_float),
     )
 
 

@@ -24,7 +24,7 @@ from thunder_moe.formats.block_format import NVFP4
 from thunder_moe.formats.layouts import LINEAR
 from thunder_moe.formats.tiled_64x64 import scale_table
 from thunder_moe.formats.weight import PackedWeight, WeightOperands
-from thunder_moe.kernels import reference
+from thunder_moe.kernels import add_norm, reference
 from thunder_moe.kernels.arguments import dtype_code, pointer
 from thunder_moe.kernels.cuda import chain, configs, nvrtc, operators, prefill, prepared
 from thunder_moe.kernels.cuda import router as routers
@@ -46,6 +46,8 @@ from thunder_moe.routing import RouterConfig, gather_rows
 __all__ = [
     "FORMATS",
     "MAX_EXPERTS",
+    "add_norm_linear_router",
+    "add_norm_mm",
     "combine",
     "decode_attention",
     "dequantize",
@@ -338,6 +340,52 @@ def decode_attention(*operands: Any) -> Tensor:
         warn_once(("decode_attention", reason), f"decode_attention runs in plain torch, about 20 launches: {reason}")
         return reference.decode_attention(*operands)
     return result
+
+
+def add_norm_mm(
+    x: Tensor, residual: Tensor, norm_weight: Tensor, weight: PackedWeight, bias: Tensor | None, epsilon: float
+) -> tuple[Tensor, Tensor]:
+    """Add, normalize and multiply rows (M, K), like the operator `f16a_nvfp4weight_add_norm_scaled_mm`."""
+    codes, scale, global_scale, *_ = operands_of(weight)  # of the one group
+    packed = WeightOperands(codes[0], scale[0], None if global_scale is None else global_scale[0], weight.format)
+    operands = aligned(x), aligned(residual), aligned(norm_weight), packed, aligned_float(bias)
+    name, options = _name("add_norm_scaled_mm", weight), dict(layout=weight.layout, epsilon=epsilon)
+    results: tuple[Tensor, Tensor] | None = operators.attempt(name, *operands, **options)
+    if results is not None:
+        return results
+    _warn_of_parts(name, operands, options)
+    return add_norm.add_norm_mm(x, residual, norm_weight, weight, bias, epsilon, mm=mm)
+
+
+def add_norm_linear_router(
+    x: Tensor,
+    residual: Tensor,
+    norm_weight: Tensor,
+    norm_epsilon: float,
+    weight: Tensor,
+    linear_bias: Tensor | None,
+    bias: Tensor | None,
+    form: RouterConfig,
+    logits_dtype: torch.dtype,
+    dtype: torch.dtype,
+) -> tuple[Tensor, ...]:
+    """Add, normalize and route (T, H), (E, H), like the operator `add_norm_linear_router`."""
+    dtypes = dict(logits_dtype=logits_dtype, scores_dtype=dtype)
+    options = {name: None if value == x.dtype else value for name, value in dtypes.items()} | vars(form)
+    options["norm_epsilon"] = norm_epsilon
+    operands = *map(aligned, (x, residual, norm_weight, weight)), aligned_float(linear_bias), aligned_float(bias)
+    results: tuple[Tensor, ...] | None = operators.attempt("add_norm_linear_router", *operands, **options)
+    if results is not None:
+        return results
+    _warn_of_parts("add_norm_linear_router", operands, options)
+    parts = x, residual, norm_weight, norm_epsilon, weight, linear_bias, bias, form, logits_dtype, dtype
+    return add_norm.add_norm_linear_router(*parts, linear_router=linear_router)
+
+
+def _warn_of_parts(name: str, operands: tuple[Any, ...], options: dict[str, Any]) -> None:
+    """Warn that an operator runs as several kernels."""
+    _, reason = operators.describe(name, operands, options)
+    warn_once((name, reason), f"{name} adds and normalizes in plain torch, about 8 launches: {reason}")
 
 
 def row_starts(offsets: Tensor, rows: int) -> Tensor:

@@ -472,22 +472,60 @@ def _moe_router(call: _Call, *, scores_dtype: torch.dtype | None = None, **route
     router.append_router(call.chain, spec, call.places[0], call.address(1))
 
 
+def _add_norm_scaled_mm(call: _Call, *, epsilon: float, layout: str = LINEAR, prefetch: bool = False) -> None:
+    activation, bias = call.samples[0], call.sample(6)
+    _require_contiguous(*call.samples[:3])
+    _require_floats(bias)
+    weight, weight_spec, (experts, n, k) = _weight(call, 3, layout)
+    rows, where = activation[..., 0].numel(), target(activation.device)
+    spec = GemmSpec(rows, experts, n, k, activation.dtype, weight_spec, where, bias=_dtype(bias))
+    _require_served(spec)
+    _require(direct.serves_mm(spec), "the layer alone has a kernel with a pipeline")
+    _require(rows <= direct.MOST_NORM_ROWS, f"a norm of more than {direct.MOST_NORM_ROWS} rows is a kernel of its own")
+    out, total = (call.chain.result((*activation.shape[:-1], width), spec.dtype) for width in (n, k))
+    norm = direct.NormOperands(call.places[1], call.places[2], total, epsilon)
+    direct.append_mm(call.chain, spec, call.places[0], weight, call.address(6), out, prefetch=prefetch, norm=norm)
+
+
 def _moe_linear_router(
     call: _Call, *, logits_dtype: torch.dtype | None = None, scores_dtype: torch.dtype | None = None,
     prefetch: bool = False, **router_form: Any,
 ) -> None:  # fmt: skip
+    _append_linear_router(call, RouterConfig(**router_form), logits_dtype, scores_dtype, prefetch)
+
+
+def _add_norm_linear_router(
+    call: _Call, *, norm_epsilon: float, logits_dtype: torch.dtype | None = None,
+    scores_dtype: torch.dtype | None = None, prefetch: bool = False, **router_form: Any,
+) -> None:  # fmt: skip
+    _require_contiguous(*call.samples[1:3])
+    norm = *call.places[1:3], norm_epsilon
+    call = call._replace(samples=[call.samples[0], *call.samples[3:]], places=[call.places[0], *call.places[3:]])
+    _append_linear_router(call, RouterConfig(**router_form), logits_dtype, scores_dtype, prefetch, norm)
+
+
+def _append_linear_router(
+    call: _Call,
+    form: RouterConfig,
+    logits_dtype: torch.dtype | None,
+    scores_dtype: torch.dtype | None,
+    prefetch: bool,
+    norm: tuple[Address, Address, float] | None = None,
+) -> None:
+    """Append a router; the call has hidden states, weight, linear_bias and bias."""
     hidden, weight = call.samples[:2]
     linear_bias, bias = call.sample(2), call.sample(3)
     _require_contiguous(hidden, weight, linear_bias)
     _require_floats(bias)
-    form, shape = RouterConfig(**router_form), (hidden.shape[0], weight.shape[0])
+    shape = hidden.shape[0], weight.shape[0]
     served = router.serves_linear(shape, hidden.shape[1], form, hidden.dtype)
     _require(served, "the linear layer is torch's, the router a kernel behind it")
     spec = RouterSpec(
         *shape, form, logits_dtype or hidden.dtype, _dtype(bias), scores_dtype or hidden.dtype, target(hidden.device),
         hidden.shape[1], hidden.dtype, linear_bias is not None,
     )  # fmt: skip
-    router.append_linear_router(call.chain, spec, *(call.address(place) for place in range(4)), prefetch=prefetch)
+    operands = [call.address(place) for place in range(4)]
+    router.append_linear_router(call.chain, spec, *operands, prefetch=prefetch, norm=norm)
 
 
 def _decode_attention(call: _Call, *, epsilon: float = 0.0, scale: float, prefetch: bool = False) -> Finish:
@@ -508,8 +546,10 @@ def _decode_attention(call: _Call, *, epsilon: float = 0.0, scale: float, prefet
 
 # The function that describes an operator's chain, by the operator's name in NVFP4.
 _OPERATORS: dict[str, Callable[..., Any]] = {
+    "add_norm_linear_router": _add_norm_linear_router,
     "combine": _combine,
     "decode_attention": _decode_attention,
+    "f16a_nvfp4weight_add_norm_scaled_mm": _add_norm_scaled_mm,
     "f16a_nvfp4weight_scaled_grouped_mm": _scaled_grouped_mm,
     "f16a_nvfp4weight_grouped_swiglu": _grouped_swiglu,
     "f16a_nvfp4weight_grouped_mm_combine": _grouped_mm_combine,

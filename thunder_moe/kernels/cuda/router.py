@@ -25,7 +25,7 @@ __all__ = [
     "unserved_reason",
 ]
 
-SOURCES = (COMMON, COMMON.with_name("router.cu"))
+SOURCES = (COMMON, COMMON.with_name("norm.cuh"), COMMON.with_name("router.cu"))
 MAX_EXPERTS, MAX_TOP_K, MAX_GROUPS = 512, 32, 32
 PER_LANE = (1, 2, 3, 4, 5, 6, 8, 12, 16)  # experts of a lane
 BY_BITS, BY_LOGIT, BY_SCORE = range(3)  # what is compared: kByBits, kByLogit, kByScore
@@ -106,9 +106,10 @@ def append_linear_router(
     bias: Address | None,
     *,
     prefetch: bool,
+    norm: tuple[Address, Address, float] | None = None,
 ) -> None:
     """Append a router's linear layer, the choice of experts and the sort of assignments by expert, and declare their
-    results: scores, expert_ids, row_slot, offsets, slot_row and logits.
+    results: scores, expert_ids, row_slot, offsets, slot_row and logits; with a norm the total and the normalized rows.
 
     Args:
         chain: the chain.
@@ -117,20 +118,29 @@ def append_linear_router(
         weight: (E, H).
         linear_bias: (E,), of the linear layer.
         bias: (E,), of the choice.
-        prefetch: the kernel in front of this one does not write the weight.
+        prefetch: the kernel in front of this one does not write the weight, nor the norm's.
+        norm: residual (T, H), weight (H,) and epsilon of the RMS norm in front, of x plus the residual.
     """
     tokens, experts, threads = spec.tokens, spec.num_experts, _LINEAR_THREADS
+    assert spec.hidden_size is not None
+    assert spec.hidden is not None
     per_lane, by = _kind_of_kernel(spec)
     flags = f"{str(spec.hidden == torch.bfloat16).lower()}, {per_lane}, {by}, {threads}, {tokens}"
+    flags += ", false" if norm is None else ", true"
     scores, ids, row_slot, offsets, slot_row = _results(chain, spec)
     logits = chain.result((tokens, experts), spec.logits)
+    normed: tuple[Any, ...] = (None, None, None, None, 0.0)
+    if norm is not None:
+        total, normalized = (chain.result((tokens, spec.hidden_size), spec.hidden) for _ in range(2))
+        normed = (*norm[:2], total, normalized, norm[2])
     words = chain.semaphores(-(-tokens * experts // CACHE_LINE) * CACHE_LINE)
     fields = (
         logits, bias, scores, ids, None, row_slot, offsets, slot_row, *_numbers(spec, tokens),
-        x, weight, linear_bias, words, spec.hidden_size, prefetch,
+        x, weight, linear_bias, words, spec.hidden_size, prefetch, *normed,
     )  # fmt: skip
     blocks = -(-experts // (threads // 32))
-    chain.launch(SOURCES, f"router_linear<{flags}>", threads, 0, blocks, RouterLinearArguments, fields)
+    shared = 0 if norm is None else 2 * tokens * spec.hidden_size
+    chain.launch(SOURCES, f"router_linear<{flags}>", threads, shared, blocks, RouterLinearArguments, fields)
 
 
 def _results(chain: ChainBuilder, spec: RouterSpec) -> tuple[Address, Address, Address, Address, Address]:

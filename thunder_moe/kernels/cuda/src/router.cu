@@ -1,5 +1,5 @@
 // A router's logits -> scores, expert ids, and the slots t * A + a sorted by expert, stably: one launch for few tokens, else two.
-// Compiled at run time by kernels/cuda/router.py behind common.cuh; tests/emulator/cuda_emulator.h runs it on a CPU.
+// Compiled at run time by kernels/cuda/router.py behind common.cuh and norm.cuh; tests/emulator/cuda_emulator.h runs it on a CPU.
 //
 // It computes `RouterConfig` of routing.py. A warp chooses the experts of a token: lane l has the PER_LANE experts from
 // l * PER_LANE on. For few tokens router_one_block does everything. Otherwise the blocks of router_choose count the slots of each
@@ -29,6 +29,12 @@ struct RouterLinearArguments {
   uint32_t* words;         // (T, E): zero before and after
   int hidden_size;         // H, a multiple of 8
   int prefetch;            // the kernel before does not write `weight`
+  // With NORM, x + residual is `total`, and the rows are its RMS norm.
+  const uint16_t* residual;     // (T, H)
+  const uint16_t* norm_weight;  // (H,)
+  uint16_t* total;              // (T, H)
+  uint16_t* normalized;         // (T, H)
+  float epsilon;
 };
 
 constexpr uint32_t kAll = 0xffffffffu;
@@ -42,12 +48,6 @@ DEVICE uint32_t key_of(float value) {
 }
 
 DEVICE float value_of(uint32_t key) { return bits_to_float(key >> 31 ? key & (key == kAll ? kAll : 0x7FFFFFFF) : ~key); }
-
-DEVICE float sum_of_warp(float value) {
-#pragma unroll
-  for (int mask = 16; mask > 0; mask /= 2) value += bits_to_float(__shfl_xor_sync(kAll, float_to_bits(value), mask));
-  return value;
-}
 
 DEVICE float shuffle(float value, int from) {
   return bits_to_float(static_cast<uint32_t>(__shfl_sync(kAll, static_cast<int>(float_to_bits(value)), from)));
@@ -345,31 +345,63 @@ __global__ void __launch_bounds__(THREADS) router_one_block(const RouterArgument
 // Computes x @ weight.T first, a warp per expert. The last block chooses. Each logit doubles as its own ready flag: a zero word
 // means not yet written. This takes one latency of the L2 cache; a counter and a second read would take three. Blocks start in
 // the order of their indices, so the blocks that it waits for are running.
-template <bool BF16, int PER_LANE, int BY, int THREADS, int TOKENS>
+template <bool BF16, int PER_LANE, int BY, int THREADS, int TOKENS, bool NORM>
 __global__ void __launch_bounds__(THREADS) router_linear(const RouterLinearArguments args) {
   __shared__ uint32_t received[TOKENS * 32 * PER_LANE];  // the logits, in their own dtype
   constexpr int kAhead = TOKENS == 1 ? 8 : 4;             // parts of 256 weights that are loaded first
   const int lane = threadIdx.x % 32, expert = blockIdx.x * (THREADS / 32) + threadIdx.x / 32;
   const uint16_t* const weight = args.weight + static_cast<int64_t>(min(expert, args.router.num_experts - 1)) * args.hidden_size;
-  struct alignas(16) Eight {
-    uint16_t of[8];
-  } ahead[kAhead];
+  DYNAMIC_SHARED(uint4, memory);  // with NORM: totals, then rows [TOKENS][H]
+  uint16_t* const normed = reinterpret_cast<uint16_t*>(memory);
+  Eight ahead[kAhead], norm_weight;
   const auto load = [&] {
 #pragma unroll
     for (int i = 0; i < kAhead; ++i)
-      if (8 * lane + 256 * i < args.hidden_size) *reinterpret_cast<uint4*>(ahead[i].of) = *reinterpret_cast<const uint4*>(weight + 8 * lane + 256 * i);
+      if (8 * lane + 256 * i < args.hidden_size) ahead[i] = load_eight(weight + 8 * lane + 256 * i);
+    if (NORM && 8 * static_cast<int>(threadIdx.x) < args.hidden_size) norm_weight = load_eight(args.norm_weight + 8 * static_cast<int>(threadIdx.x));
   };
   if (args.prefetch) load();
   await_previous_kernel();
   if (!args.prefetch) load();
   RouterArguments router = args.router;
   const bool wide = router.logits_dtype == 0;
+  if constexpr (NORM) {
+    __shared__ float squares[TOKENS][THREADS / 32];
+#pragma unroll
+    for (int t = 0; t < TOKENS; ++t) {
+      float square = 0.0f;
+      for (int k = 8 * static_cast<int>(threadIdx.x); k < args.hidden_size; k += 8 * THREADS) {
+        const int at = t * args.hidden_size + k;
+        const Eight total = add_residual<BF16>(args.x + at, args.residual + at, square);
+        store_eight(normed + at, total);
+      }
+      square = sum_of_warp(square);
+      if (lane == 0) squares[t][threadIdx.x / 32] = square;
+    }
+    __syncthreads();
+#pragma unroll
+    for (int t = 0; t < TOKENS; ++t) {
+      float square = 0.0f;
+#pragma unroll
+      for (int other = 0; other < THREADS / 32; ++other) square += squares[t][other];
+      const float factor = norm_factor(square, args.hidden_size, args.epsilon);
+      for (int k = 8 * static_cast<int>(threadIdx.x); k < args.hidden_size; k += 8 * THREADS) {
+        const int at = t * args.hidden_size + k;
+        const Eight total = load_eight(normed + at), by = k < 8 * THREADS ? norm_weight : load_eight(args.norm_weight + k);
+        const Eight row = normalize<BF16>(total, by, factor);
+        store_eight(normed + at, row);
+        if (blockIdx.x > 0) continue;
+        store_eight(args.total + at, total);
+        store_eight(args.normalized + at, row);
+      }
+    }
+    __syncthreads();
+  }
   float sum[TOKENS] = {};
   const auto multiply = [&](const Eight& w, int k) {
     Eight x[TOKENS];
 #pragma unroll
-    for (int t = 0; t < TOKENS; ++t)
-      *reinterpret_cast<uint4*>(x[t].of) = *reinterpret_cast<const uint4*>(args.x + static_cast<int64_t>(t) * args.hidden_size + k);
+    for (int t = 0; t < TOKENS; ++t) x[t] = load_eight((NORM ? normed : args.x) + t * args.hidden_size + k);
 #pragma unroll
     for (int i = 0; i < 8; ++i)
 #pragma unroll
@@ -379,11 +411,7 @@ __global__ void __launch_bounds__(THREADS) router_linear(const RouterLinearArgum
   for (int i = 0; i < kAhead; ++i)
     if (8 * lane + 256 * i < args.hidden_size) multiply(ahead[i], 8 * lane + 256 * i);
 #pragma unroll(kAhead)
-  for (int k = 8 * lane + 256 * kAhead; k < args.hidden_size; k += 256) {
-    Eight w;
-    *reinterpret_cast<uint4*>(w.of) = *reinterpret_cast<const uint4*>(weight + k);
-    multiply(w, k);
-  }
+  for (int k = 8 * lane + 256 * kAhead; k < args.hidden_size; k += 256) multiply(load_eight(weight + k), k);
 #pragma unroll
   for (int t = 0; t < TOKENS; ++t) {
     float logit = sum_of_warp(sum[t]);

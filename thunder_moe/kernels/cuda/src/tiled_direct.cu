@@ -4,11 +4,23 @@
 // With so few rows the kernel takes little longer than one trip to memory. So a warp loads all of its weights at once into registers, 16
 // rows of them by up to 64 * AHEAD k, where possible before it waits for the kernel in front. A block has 16 columns of the result; its
 // warps share K, and add their sums in a fixed order.
+//
+// With NORM the rows are those of an RMS norm: total = x + residual, rows = total / rms(total) * norm_weight, each step rounded to 16
+// bits. Each block computes the norm for itself, and the first one writes `total`.
 
 constexpr int kBlock = 64;  // rows, and k, of a block of weights
 
-template <bool BF16, int WARPS, int AHEAD>
-__global__ void __launch_bounds__(32 * WARPS) mm_tiled_direct(const GemmArguments args) {
+struct DirectArguments {
+  GemmArguments gemm;
+  const uint16_t* residual;     // (M, K)
+  const uint16_t* norm_weight;  // (K,)
+  uint16_t* total;              // (M, K)
+  float epsilon;
+};
+
+template <bool BF16, int WARPS, int AHEAD, bool NORM>
+__global__ void __launch_bounds__(32 * WARPS) mm_tiled_direct(const DirectArguments direct) {
+  const GemmArguments& args = direct.gemm;
   constexpr int kPitch = 64 * AHEAD + 8;  // of rows in shared memory, against bank conflicts of ldmatrix
   DYNAMIC_SHARED(uint4, memory);          // rows of x [WARPS][rows][kPitch]
   __shared__ float4 sums[WARPS][32];
@@ -21,6 +33,8 @@ __global__ void __launch_bounds__(32 * WARPS) mm_tiled_direct(const GemmArgument
   const uint32_t top = scale_top;
   TiledCodes codes[AHEAD];
   TiledScales scales[AHEAD];
+  constexpr int kParts = NORM ? (AHEAD + 3) / 4 : 1;  // of 256 numbers of a row
+  Eight norm_weight[kParts];
   const auto load = [&] {
     const int64_t block = static_cast<int64_t>(tile / 4) * (args.k / kBlock) + first;
     const uint8_t* const from_codes = args.qdata + block * kBlockCodes + (tile % 4 * (kBlockCodes / 64) + lane) * 16;
@@ -31,13 +45,50 @@ __global__ void __launch_bounds__(32 * WARPS) mm_tiled_direct(const GemmArgument
         codes[i] = load_codes(reinterpret_cast<const uint4*>(from_codes + i * kBlockCodes));
         scales[i] = *reinterpret_cast<const TiledScales*>(from_scales + i * kBlockScales);
       }
+    if constexpr (NORM)
+#pragma unroll
+      for (int i = 0; i < kParts; ++i)
+        if (8 * lane + 256 * i < count * kBlock) norm_weight[i] = load_eight(direct.norm_weight + first * kBlock + 8 * lane + 256 * i);
   };
   if (args.x_from_previous_kernel) load();
   await_previous_kernel();
   if (!args.x_from_previous_kernel) load();
-  for (int i = lane; i < args.rows * count * 8; i += 32) {
-    const int row = i / (count * 8), at = i % (count * 8) * 8;
-    *reinterpret_cast<uint4*>(x + row * kPitch + at) = *reinterpret_cast<const uint4*>(args.x + row * static_cast<int64_t>(args.k) + first * kBlock + at);
+  if constexpr (NORM) {
+    __shared__ float squares[8][WARPS];
+#pragma unroll(4)
+    for (int row = 0; row < args.rows; ++row) {
+      float square = 0.0f;
+#pragma unroll
+      for (int i = 0; i < kParts; ++i) {
+        const int at = 8 * lane + 256 * i;
+        if (at >= count * kBlock) break;
+        const int64_t from = row * static_cast<int64_t>(args.k) + first * kBlock + at;
+        const Eight total = add_residual<BF16>(args.x + from, direct.residual + from, square);
+        store_eight(x + row * kPitch + at, total);
+      }
+      square = sum_of_warp(square);
+      if (lane == 0) squares[row][warp] = square;
+    }
+    __syncthreads();
+    for (int row = 0; row < args.rows; ++row) {
+      float square = 0.0f;
+#pragma unroll
+      for (int other = 0; other < WARPS; ++other) square += squares[row][other];
+      const float factor = norm_factor(square, args.k, direct.epsilon);
+#pragma unroll
+      for (int i = 0; i < kParts; ++i) {
+        const int at = 8 * lane + 256 * i;
+        if (at >= count * kBlock) break;
+        const Eight total = load_eight(x + row * kPitch + at);
+        store_eight(x + row * kPitch + at, normalize<BF16>(total, norm_weight[i], factor));
+        if (tile == 0) store_eight(direct.total + row * static_cast<int64_t>(args.k) + first * kBlock + at, total);
+      }
+    }
+  } else {
+    for (int i = lane; i < args.rows * count * 8; i += 32) {
+      const int row = i / (count * 8), at = i % (count * 8) * 8;
+      *reinterpret_cast<uint4*>(x + row * kPitch + at) = *reinterpret_cast<const uint4*>(args.x + row * static_cast<int64_t>(args.k) + first * kBlock + at);
+    }
   }
   __syncwarp();
   const uint4* const from = reinterpret_cast<const uint4*>(x + min(lane % 8, args.rows - 1) * kPitch + lane / 8 * 8);  // others repeat the last row

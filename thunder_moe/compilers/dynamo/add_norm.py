@@ -1,0 +1,166 @@
+"""Moves a residual's sum and its RMS norm into the dense layer or the router behind them, in graphs of few tokens.
+Called by rewrite.py and huggingface/generation.py; calls norms.py, and kernels/cuda for what is served.
+
+    total = x + residual
+    rows = norm(total) * weight
+    scaled_mm(rows, ...)           -> f16a_nvfp4weight_add_norm_scaled_mm: the result, and total
+    moe_linear_router(rows, ...)   -> add_norm_linear_router: the results, total and rows
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Collection, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from thunder_moe.compilers.dynamo.effects import is_in_a_function_transform
+from thunder_moe.compilers.dynamo.nodes import behind, calls, given, same, value_of
+from thunder_moe.compilers.dynamo.norms import Norm, norm_of
+from thunder_moe.compilers.dynamo.scopes import Scope
+from thunder_moe.compilers.spellings import MismatchError, require
+from thunder_moe.formats.block_format import BLOCK_FORMATS, BlockFormat
+from thunder_moe.formats.layouts import LINEAR
+from thunder_moe.kernels.cuda import direct, router
+from thunder_moe.kernels.cuda.operands import target
+from thunder_moe.kernels.specs import GemmSpec, WeightSpec
+from thunder_moe.ops import add_norm  # noqa: F401  (registers the operators)
+from thunder_moe.routing import RouterConfig
+
+__all__ = ["fuse_add_norms"]
+
+_OPS: Any = torch.ops.thunder_moe
+_ROUTERS = {_OPS.moe_linear_router, _OPS.moe_linear_router.default}
+_LAYERS: dict[Any, BlockFormat] = {
+    each: known
+    for name, known in BLOCK_FORMATS.items()
+    for packet in [getattr(_OPS, f"f16a_{name}weight_scaled_mm")]
+    for each in (packet, packet.default)
+}
+
+
+def fuse_add_norms(scopes: Sequence[Scope], *, on_any_device: bool = False) -> int:
+    """Rewrite graphs as dynamo gives them; return the number of norms that became a part of the kernel behind them.
+
+    Args:
+        scopes: `scopes_of` the graph; they are out of date if the number is not 0.
+        on_any_device: True to rewrite for devices without a kernel that does it all, too.
+    """
+    count = 0
+    for scope in scopes:
+        _ = scope.program  # as the graph is before it is rewritten
+        for node in list(scope.graph.nodes):
+            if node.op == "call_function" and (node.target in _ROUTERS or node.target in _LAYERS):
+                with contextlib.suppress(MismatchError):
+                    _fuse(scope, node, on_any_device)
+                    count += 1
+    return count
+
+
+def _fuse(scope: Scope, node: fx.Node, on_any_device: bool) -> None:
+    """Replace a sum, a norm and the layer or router at a node."""
+    views: set[fx.Node] = set()
+    rows = node.args[0]
+    normalized = behind(rows, "order", passed=views)
+    norm = norm_of(normalized)
+    require(norm is not None and scope.refusal is None)
+    assert norm is not None
+    total, is_router = norm.source, node.target in _ROUTERS
+    require(calls(total, "add"))
+    x, residual = given(total)["input"], given(total)["other"]
+    value, shape = value_of(total), value_of(rows).shape
+    require(isinstance(value, Tensor) and all(isinstance(value_of(each), Tensor) for each in (x, residual)))
+    for each in (x, residual):
+        found = value_of(each)
+        require(same(found.shape, value.shape) and found.dtype == value.dtype and found.is_contiguous())
+    require(all(isinstance(size, int) for size in (*value.shape, *shape)) and shape[-1] == value.shape[-1])
+    differentiated = (value_of(each) for each in (rows, total, *node.all_input_nodes))
+    require(not (scope.modes[node] and any(isinstance(one, Tensor) and one.requires_grad for one in differentiated)))
+    require(not is_in_a_function_transform(value) and not is_traceable_wrapper_subclass(value))
+    require(on_any_device or _is_one_kernel(node, value, norm, shape))
+    # Everybody else reads the sum, and behind a router the rows, later than the operator that returns them.
+    own = norm.nodes | views | {node}
+    position = scope.positions[node]
+    for each in own - {node}:
+        others = [user for user in each.users if user not in own]
+        require(not others or (is_router and each in (rows, normalized)))
+        require(all(scope.positions.get(user, -1) > position for user in others))
+    require(all(user in own or scope.positions.get(user, -1) > position for user in total.users))
+    reads = {"the rows": x, "the residual": residual, "the norm": norm.weight}
+    require(scope.reason_against_fusing(own | {total}, node, reads) is None)
+    _replace(scope.graph, node, norm, normalized, (x, residual), own)
+    for left in sorted(own | {total}, key=scope.positions.__getitem__, reverse=True):
+        if not left.users:
+            scope.graph.erase_node(left)
+
+
+def _is_one_kernel(node: fx.Node, value: Tensor, norm: Norm, shape: Sequence[int]) -> bool:
+    """True if one kernel of the device computes the sum, the norm and the node; `shape` is the shape of its rows."""
+    if value.device.type != "cuda" or value.dtype not in (torch.bfloat16, torch.float16):
+        return False
+    if not value_of(norm.weight).is_contiguous():
+        return False
+    weight = value_of(node.args[1])
+    if node.target in _ROUTERS:
+        options = {name: node.kwargs[name] for name in RouterConfig.__dataclass_fields__ if name in node.kwargs}
+        return router.serves_linear((shape[0], weight.shape[0]), shape[1], RouterConfig(**options), value.dtype)
+    known = _LAYERS[node.target]
+    spec = GemmSpec(
+        math.prod(shape[:-1]), 1, weight.shape[1], known.codes_per_byte * weight.shape[0], value.dtype,
+        WeightSpec(str(node.kwargs.get("layout", LINEAR)), known.name), target(value.device),
+    )  # fmt: skip
+    return direct.serves_mm(spec)
+
+
+def _replace(
+    graph: fx.Graph,
+    node: fx.Node,
+    norm: Norm,
+    normalized: fx.Node,
+    summands: tuple[fx.Node, fx.Node],
+    own: Collection[fx.Node],
+) -> None:
+    """Replace the uses of the node, the sum and the normalized rows by others than `own` by one operator's results."""
+    rows: Any = node.args[0]
+    value, of_rows, whole = value_of(node), value_of(rows), value_of(norm.source)
+
+    def in_shape(source: Any, example: Tensor, shape: Any) -> Any:
+        if same(value_of(source).shape, shape):
+            return source
+        view = graph.call_method("reshape", (source, tuple(shape)))
+        view.meta["example_value"] = example.reshape(shape)
+        return view
+
+    def part(result: fx.Node, index: int, example: Tensor) -> fx.Node:
+        found = graph.call_method("__getitem__", (result, index))
+        found.meta["example_value"] = example
+        return found
+
+    with graph.inserting_before(node):
+        x, residual = (in_shape(each, value_of(each), of_rows.shape) for each in summands)
+        operands = x, residual, norm.weight, *node.args[1:]
+        if node.target in _ROUTERS:
+            result = graph.call_function(
+                _OPS.add_norm_linear_router, operands, {**node.kwargs, "norm_epsilon": norm.epsilon}
+            )
+            examples = (*value, whole.reshape(of_rows.shape), of_rows)
+        else:
+            name = f"f16a_{_LAYERS[node.target].name}weight_add_norm_scaled_mm"
+            result = graph.call_function(getattr(_OPS, name), operands, {**node.kwargs, "epsilon": norm.epsilon})
+            examples = value, whole.reshape(of_rows.shape)
+        result.meta.update({**node.meta, "example_value": examples})
+        if node.target in _ROUTERS:
+            total = in_shape(part(result, 6, examples[6]), examples[6], whole.shape)
+            last = part(result, 7, of_rows)
+            for old in dict.fromkeys((rows, normalized)):
+                new = in_shape(last, of_rows, value_of(old).shape)
+                old.replace_all_uses_with(new, delete_user_cb=lambda user: user not in own)
+            node.replace_all_uses_with(result)
+        else:
+            total = in_shape(part(result, 1, examples[1]), examples[1], whole.shape)
+            node.replace_all_uses_with(part(result, 0, value))
+    norm.source.replace_all_uses_with(total, delete_user_cb=lambda user: user not in own)
