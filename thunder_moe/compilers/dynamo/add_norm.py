@@ -106,14 +106,16 @@ def _is_one_kernel(node: fx.Node, value: Tensor, norm: Norm, shape: Sequence[int
         return False
     weight = value_of(node.args[1])
     if node.target in _ROUTERS:
-        options = {name: node.kwargs[name] for name in RouterConfig.__dataclass_fields__ if name in node.kwargs}
+        options: dict[str, Any] = {
+            name: node.kwargs[name] for name in RouterConfig.__dataclass_fields__ if name in node.kwargs
+        }
         return router.serves_linear((shape[0], weight.shape[0]), shape[1], RouterConfig(**options), value.dtype)
-    known = _LAYERS[node.target]
+    known, count = _LAYERS[node.target], math.prod(shape[:-1])
     spec = GemmSpec(
-        math.prod(shape[:-1]), 1, weight.shape[1], known.codes_per_byte * weight.shape[0], value.dtype,
+        count, 1, weight.shape[1], known.codes_per_byte * weight.shape[0], value.dtype,
         WeightSpec(str(node.kwargs.get("layout", LINEAR)), known.name), target(value.device),
     )  # fmt: skip
-    return direct.serves_mm(spec)
+    return count <= direct.MOST_NORM_ROWS and direct.serves_mm(spec)
 
 
 def _replace(
