@@ -18,7 +18,6 @@ from thunder_moe import from_thunder, moe_executor, nvfp4  # noqa: F401  (Thunde
 
 BF16 = torch.bfloat16
 E, H, INTERMEDIATE = 3, 128, 256
-HOME = "thunder.benchmarks.layers_for_inference_benchmark"
 
 
 @pytest.fixture(scope="module")
@@ -54,8 +53,9 @@ def packed(layers, linear, newer):
     return later
 
 
-def stand_in(name, **children):
-    module = type(name, (nn.Module,), {"__module__": HOME})()
+def stand_in(name, home="layers_for_inference_benchmark", **children):
+    """An instance of a class of this name, by default in a module as nvFuser's benchmarks import it."""
+    module = type(name, (nn.Module,), {"__module__": home})()
     for child, value in children.items():
         setattr(module, child, value)
     return module
@@ -178,15 +178,18 @@ def test_modules_on_meta(layers):
 REFUSED = {
     "another class": (lambda layers: nn.Linear(2, 2), TypeError, r"module: got torch.nn.modules.linear.Linear, wanted"),
     "a whole model": (lambda layers: nn.Sequential(block(layers)), TypeError, "Sequential.*convert layers one by one"),
-    "no module": (lambda layers: torch.zeros(2), TypeError, "got torch.Tensor, wanted GroupedLinear"),
+    "no module": (lambda layers: torch.zeros(2), TypeError, "got torch.Tensor, wanted Thunder's GroupedLinear"),
     "a namesake": (lambda layers: thunder_moe.GroupedLinear(2, 16, 16), TypeError, "got thunder_moe.nn.grouped_linear"),
+    "a namesake in another module": (
+        lambda layers: stand_in("GroupedLinear", "mine.layers"), TypeError, "got mine.layers.GroupedLinear"
+    ),
     "a foreign part": (
         lambda layers: changed(block(layers), up_proj=nn.Identity()), TypeError, r"module.up_proj: got .*Identity"
     ),
     "two kinds": (
         lambda layers: changed(block(layers), up_proj=packed(layers, block(layers).up_proj, True)),
         TypeError,
-        "module.up_proj: got .*NVFP4InferenceGroupedLinear, wanted GroupedLinear",
+        "module.up_proj: got .*NVFP4InferenceGroupedLinear, wanted Thunder's GroupedLinear",
     ),
     "a hook": (lambda layers: hooked(block(layers)), ValueError, "module.up_proj: it has forward hooks"),
     "sizes": (

@@ -29,13 +29,14 @@ from thunder_moe.quantization.replaceable import has_own_forward, instance_custo
 
 __all__ = ["from_thunder"]
 
-_HOME = "thunder.benchmarks.layers_for_inference_benchmark"
+_HOME = "layers_for_inference_benchmark"  # a module of Thunder's, which nvFuser's benchmarks have a copy of
 
 
 def from_thunder(module: nn.Module) -> nn.Module:
     """Convert a layer of Lightning Thunder's inference benchmark, exactly.
 
-    The classes are those of ``thunder.benchmarks.layers_for_inference_benchmark``, of release 0.2.6 and later:
+    The classes are those of ``thunder.benchmarks.layers_for_inference_benchmark``, of release 0.2.6 and later, and of
+    the copy in nvFuser's benchmarks:
 
     - ``GroupedLinear``, ``GroupedSwiGLU``, ``SwiGLU`` and ``Llama4MoE`` become the classes of the same name here, which
       hold the same parameters, not copies;
@@ -67,9 +68,9 @@ def from_thunder(module: nn.Module) -> nn.Module:
 def _convert(module: Any, path: str, *kinds: str) -> Any:
     """Return a layer of Thunder's as ours; `kinds` are the names of the classes that it may have."""
     cls = type(module)
-    if cls.__name__ not in kinds or cls.__module__ not in (_HOME, nn.Linear.__module__):
+    if cls.__name__ not in kinds or (cls is not nn.Linear and cls.__module__.rpartition(".")[2] != _HOME):
         got = f"{cls.__module__}.{cls.__qualname__}"
-        raise TypeError(f"{path}: got {got}, wanted {' or '.join(kinds)} of {_HOME}; convert layers one by one")
+        raise TypeError(f"{path}: got {got}, wanted Thunder's {' or '.join(kinds)}; convert layers one by one")
     reason = instance_customization(module) or (None if has_own_forward(module) else "its forward was replaced")
     for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
         if type(tensor) not in (nn.Parameter, Tensor):
