@@ -25,7 +25,7 @@ NOT_RUN = {
     "gloo_race.md": 1,
     "huggingface.md": 1,
     "number_format.md": 2,
-    "thunder.md": 3,
+    "thunder.md": 4,
     "torch_compile.md": 1,
     "quickstart.md": 1,
 }

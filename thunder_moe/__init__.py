@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from thunder_moe.integrations.huggingface.lora import get_peft_model, load_peft_model
     from thunder_moe.integrations.huggingface.lora_files import load_lora_, save_lora
     from thunder_moe.integrations.huggingface.norms import fuse_norms_
+    from thunder_moe.integrations.thunder_layers import from_thunder
     from thunder_moe.kernels.select import simulate_w4a4, use_backend
     from thunder_moe.nn import (
         GroupedLinear,
@@ -63,6 +64,7 @@ _HOMES = {
     "integrations.huggingface.lora_files": ("load_lora_", "save_lora"),
     "integrations.huggingface.norms": ("fuse_norms_",),
     "integrations.huggingface.quantizer": ("ThunderMoeConfig",),
+    "integrations.thunder_layers": ("from_thunder",),
     "kernels.select": ("simulate_w4a4", "use_backend"),
     "finetune.lora": ("add_lora_", "remove_lora_", "use_lora_"),
     "finetune.merge": ("merge_lora_", "unmerge_lora_"),
@@ -96,11 +98,11 @@ __all__ = [
     "f16a_mxfp8weight_grouped_mm_combine", "f16a_mxfp8weight_grouped_swiglu", "f16a_mxfp8weight_moe_experts",
     "f16a_mxfp8weight_scaled_grouped_mm", "f16a_mxfp8weight_scaled_mm", "f16a_nvfp4weight_grouped_mm_combine",
     "f16a_nvfp4weight_grouped_swiglu", "f16a_nvfp4weight_moe_experts", "f16a_nvfp4weight_scaled_grouped_mm",
-    "f16a_nvfp4weight_scaled_mm", "fast_generate", "finish_qat_", "fuse_norms_", "get_peft_model", "load_checkpoint",
-    "load_formats", "load_lora_", "load_peft_model", "merge_lora_", "moe_executor", "moe_experts", "moe_linear_router",
-    "moe_route", "moe_router", "offsets_from_splits", "per_expert_state_dict", "plan_quantization", "prepare_qat_",
-    "quantize_", "refresh_", "register", "remove_lora_", "rewrite_report", "save_checkpoint", "save_lora",
-    "simulate_w4a4", "to_layout_", "unmerge_lora_", "unregister", "use_backend", "use_lora_",
+    "f16a_nvfp4weight_scaled_mm", "fast_generate", "finish_qat_", "from_thunder", "fuse_norms_", "get_peft_model",
+    "load_checkpoint", "load_formats", "load_lora_", "load_peft_model", "merge_lora_", "moe_executor", "moe_experts",
+    "moe_linear_router", "moe_route", "moe_router", "offsets_from_splits", "per_expert_state_dict", "plan_quantization",
+    "prepare_qat_", "quantize_", "refresh_", "register", "remove_lora_", "rewrite_report", "save_checkpoint",
+    "save_lora", "simulate_w4a4", "to_layout_", "unmerge_lora_", "unregister", "use_backend", "use_lora_",
 ]  # fmt: skip
 
 

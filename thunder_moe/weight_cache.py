@@ -14,7 +14,7 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cache, partial
 from operator import attrgetter
@@ -27,17 +27,28 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from thunder_moe.formats.block_format import NVFP4, BlockFormat
 from thunder_moe.formats.gate_up import deinterleave
 from thunder_moe.formats.layouts import LINEAR, SWIZZLED_128X4
+from thunder_moe.formats.nvf_cutlass import from_nvf_cutlass
 from thunder_moe.formats.weight import NVFP4Weight, PackedWeight
 from thunder_moe.kernels import select
 from thunder_moe.kernels.forks import ForkLock
 from thunder_moe.kernels.slow_paths import warn_once
 from thunder_moe.ops import grouped_mm
 
-__all__ = ["changed", "get", "operands", "pad_rows", "refresh", "refresh_", "stacked_layout", "swizzled"]
+__all__ = [
+    "changed",
+    "get",
+    "of_nvf_cutlass",
+    "operands",
+    "pad_rows",
+    "refresh",
+    "refresh_",
+    "stacked_layout",
+    "swizzled",
+]
 
 Model = TypeVar("Model", bound=torch.nn.Module)
 _Tensors = tuple[torch.Tensor, ...]
-_Recipe = tuple[Any, ...]  # "quantize" or "swizzle", then the arguments of `_quantize` or `_swizzle`
+_Recipe = tuple[Any, ...]  # a name of `_MAKERS`, then further arguments of that function
 
 _COPIES = "_thunder_moe_copies"  # the attribute of a weight that holds its `_Copies`
 _MARK = "_thunder_moe_mark"  # the attribute of a storage with its `_Mark`, until a declared change removes it
@@ -134,6 +145,21 @@ def swizzled(
     return _entry((qdata, scale, global_scale), ("swizzle", parts)).operands
 
 
+def of_nvf_cutlass(
+    fp4_weight: torch.Tensor, scale: torch.Tensor, global_scale: torch.Tensor
+) -> tuple[tuple[torch.Tensor, ...], str]:
+    """Return a weight of Thunder's nvf_cutlass operators as `operands` gives it, and its layout.
+
+    Args:
+        fp4_weight, scale, global_scale: as `formats.nvf_cutlass.from_nvf_cutlass` takes them.
+
+    Raises:
+        ValueError: as there.
+    """
+    entry = _entry((fp4_weight, scale, global_scale), ("nvf_cutlass",))
+    return entry.operands, entry.packed.layout
+
+
 def changed(*weights: torch.Tensor) -> None:
     """Declare copies of these weights, and of all that share their storage, out of date.
 
@@ -215,8 +241,7 @@ def _make_copy(weights: _Tensors, recipe: _Recipe) -> _Entry:
         previous = None  # it may share the old memory of its weights, which the cache must not write
     # The copies are normal tensors under inference mode, too: later calls write to them, and save them for a backward.
     with torch.inference_mode(False), torch.no_grad():
-        packed: PackedWeight
-        packed = _swizzle(weights, *recipe[1:]) if recipe[0] == "swizzle" else _quantize(weights, *recipe[1:])
+        packed = _MAKERS[recipe[0]](weights, *recipe[1:])
         if previous is not None and (previous.packed.shape, previous.packed.device) == (packed.shape, packed.device):
             previous.states = ()  # invalid if this is interrupted
             for old, new in zip(previous.packed.tensors(), packed.tensors(), strict=True):
@@ -342,3 +367,10 @@ def _quantize_together(parts: list[torch.Tensor]) -> NVFP4Weight:
     return NVFP4Weight(
         torch.cat([expert.qdata for expert in experts]), scale, torch.cat([expert.global_scale for expert in experts])
     )
+
+
+def _convert(weights: _Tensors) -> PackedWeight:
+    return select.lay_out(from_nvf_cutlass(*weights), "auto")
+
+
+_MAKERS: dict[str, Callable[..., PackedWeight]] = dict(quantize=_quantize, swizzle=_swizzle, nvf_cutlass=_convert)

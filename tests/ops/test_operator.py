@@ -16,6 +16,7 @@ from torch.overrides import BaseTorchFunctionMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from thunder_moe import f16a_nvfp4weight_scaled_grouped_mm, moe_route
+from thunder_moe.compilers import nvf_cutlass  # noqa: F401  (registers its operator)
 from thunder_moe.formats.nvfp4 import quantize
 from thunder_moe.kernels.select import use_backend
 from thunder_moe.ops import (  # noqa: F401  (register the operators)
@@ -75,6 +76,8 @@ SCHEMAS = {
     "mxfp8_fake_quantize": "(Tensor weight) -> Tensor",
     "nvfp4_fake_quantize": "(Tensor weight, *, str? scale_search=None) -> Tensor",
     "moe_combine": "(Tensor rows, Tensor offsets, Tensor slot_row) -> Tensor",
+    "nvf_cutlass_scaled_grouped_mm": f"(Tensor activation, {WEIGHT}, Tensor blockscale_offsets, Tensor problem_sizes)"
+    " -> Tensor",
     "f16a_nvfp4weight_moe_experts_lora": "(Tensor hidden_states, Tensor expert_ids, Tensor expert_weights,"
     " Tensor gate_up, Tensor gate_up_scale, Tensor gate_up_global_scale, Tensor down, Tensor down_scale,"
     " Tensor down_global_scale, Tensor? gate_up_a=None, Tensor? gate_up_b=None, Tensor? down_a=None,"
@@ -122,6 +125,8 @@ def test_results_have_the_shapes_and_may_be_changed_in_place(backend):
     x, rows = torch.randn(3, 48), torch.randn(6, 48)
     down = operands(quantize(torch.randn(4, 48, 16)))
     dense = dense_operands(quantize(torch.randn(1, 32, 48)))
+    theirs = operands(quantize(torch.randn(4, 128, 64)).to_layout("swizzled_128x4"))
+    starts, sizes = torch.tensor([0, 1, 2, 6], dtype=torch.int32), torch.zeros(4, 3, dtype=torch.int32)
     calls = {
         "decode_attention": (*torch.randn(3, 2, 2, 16), *torch.randn(2, 2, 2, 5, 16), torch.tensor([3])),
         "moe_linear_router": (x, torch.randn(4, 48)),
@@ -139,6 +144,7 @@ def test_results_have_the_shapes_and_may_be_changed_in_place(backend):
         "f16a_nvfp4weight_moe_experts_lora": (x, ids, torch.rand(3, 2), *weight, *down),
         "moe_combine": (rows, offsets, slot_row),
         "nvfp4_fake_quantize": (torch.randn(4, 32, 48),),
+        "nvf_cutlass_scaled_grouped_mm": (torch.randn(6, 64, dtype=torch.bfloat16), *theirs, starts, starts, sizes),
     }
     in_mxfp8 = {name for name in OPERATORS if "mxfp8" in name}  # tests/ops/test_mxfp8_operators.py
     assert calls.keys() == OPERATORS.keys() - in_mxfp8

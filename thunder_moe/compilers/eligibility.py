@@ -203,6 +203,7 @@ for _format, _known in BLOCK_FORMATS.items():
         f"f16a_{_format}weight_moe_experts": ((3, _fused), (_down, _format)),
         f"f16a_{_format}weight_moe_experts_lora": ((3, _format), (_down, _format)),
     }
+QUANTIZED["nvf_cutlass_scaled_grouped_mm"] = ((1, NVFP4.name),)
 
 
 def describe(

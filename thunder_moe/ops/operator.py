@@ -186,7 +186,7 @@ class Operator:
     def described(self, args: Sequence[Any]) -> list[Any]:
         """Return arguments as the functions of the description take them: the tensors of a weight as one argument."""
         described = list(args)
-        for places, weight in self._weights:
+        for places, weight in self._weights if args else ():  # a gradient may read none
             described[places] = [weight(*args[places])]
         return described
 

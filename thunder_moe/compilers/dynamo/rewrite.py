@@ -1,10 +1,11 @@
 """The rewrite of dynamo's graphs: frozen expert GEMMs -> NVFP4 operators, their packed weights further inputs.
 Called by compiled_graph.py; calls scopes.py and the finders, which decide; then replace.py, which changes the graph.
 
-take causal masks from attention, remove masks that do nothing -> replace the attention of one new token by its
-operator -> find grouped GEMMs, also in nested graphs -> replace a frozen weight by its packed inputs, its GEMM by the
-operator, gate + up + SwiGLU by the fused operator, experts that run on all tokens by routed experts, GEMMs that train
-by the operator whose gradient accepts any strides -> mark operands that kernels may read early -> report.
+replace Thunder's operator of packed weights -> take causal masks from attention, remove masks that do nothing ->
+replace the attention of one new token by its operator -> find grouped GEMMs, also in nested graphs -> replace a frozen
+weight by its packed inputs, its GEMM by the operator, gate + up + SwiGLU by the fused operator, experts that run on all
+tokens by routed experts, GEMMs that train by the operator whose gradient accepts any strides -> mark operands that
+kernels may read early -> report.
 """
 
 from __future__ import annotations
@@ -41,6 +42,7 @@ from thunder_moe.compilers.dynamo.routers import find_routers, fuse_router, shar
 from thunder_moe.compilers.dynamo.scopes import Scope, attribute, scopes_of
 from thunder_moe.compilers.dynamo.sites import Site, Weights, find_sites, find_swiglu, quantized_gemm
 from thunder_moe.compilers.eligibility import QUANTIZED, Decision, common_format, describe
+from thunder_moe.compilers.nvf_cutlass import replace_calls
 from thunder_moe.compilers.report import Others
 from thunder_moe.compilers.swiglu import SwiGLU
 from thunder_moe.formats.block_format import BLOCK_FORMATS
@@ -62,6 +64,7 @@ def rewrite(
         What the graph takes now; what was decided on each GEMM; and what on attention that repeats keys and values
         (None: it is rewritten on CUDA) and on routers.
     """
+    replace_calls(gm)
     scopes, weights = _scopes_and_weights(gm, example_inputs)
     for scope in scopes if attention is not False else ():
         take_causal_masks(scope, on_any_device=attention is True)

@@ -1,6 +1,6 @@
-"""Lookasides of moe_executor for functions of transformers: which modules have them, and what they are written with.
-Called by symbols.py (`LateLookasides` is the base of its executor) and the thunder_* modules of
-integrations.huggingface; calls these modules and Thunder's interpreter.
+"""Lookasides of moe_executor for functions of transformers and Thunder's operator of packed weights: which modules have
+them, and what they are written with. Called by symbols.py (`LateLookasides` is the base of its executor) and the
+thunder_* modules of integrations.huggingface; calls these modules and Thunder's interpreter.
 
 `thunder.jit` reads an executor's lookasides when it is called, and by then the model's own modules are imported.
 """
@@ -13,8 +13,11 @@ import types
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from thunder.core.interpreter import _interpret_call, wrap_const
 from thunder.extend import OperatorExecutor
+
+from thunder_moe.compilers import nvf_cutlass
 
 __all__ = ["LateLookasides", "same_code", "trace"]
 
@@ -36,6 +39,9 @@ class LateLookasides(OperatorExecutor):
         for theirs, ours in _MODULES.items():
             if theirs in sys.modules:
                 self._added.update(importlib.import_module(ours).LOOKASIDES)
+        operator, own = nvf_cutlass.theirs(), self._added.get(getattr(torch.ops.thunder_moe, nvf_cutlass.NAME))
+        if operator is not None and own is not None:
+            self._added[operator] = lambda *args, **options: own(*nvf_cutlass.positional(*args, **options))
         return self._added
 
     @_lookasides.setter

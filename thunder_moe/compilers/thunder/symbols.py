@@ -26,6 +26,7 @@ from thunder.core.symbol import BoundSymbol, Symbol
 from torch import Tensor
 
 from thunder_moe import __version__, weight_cache
+from thunder_moe.compilers import nvf_cutlass as _nvf_cutlass  # noqa: F401  (registers its operator)
 from thunder_moe.compilers.eligibility import Decision, GroupedGemm
 from thunder_moe.compilers.report import Others, record
 from thunder_moe.compilers.safety import is_hidden_training_forward
