@@ -21,6 +21,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from thunder_moe.checkpoint.files import expand_user
 from thunder_moe.finetune.lora import add_by_name_, lora_linears, scaling_of, use_lora_
 from thunder_moe.integrations.huggingface.lora_files import (
     CONFIG,
@@ -117,6 +118,7 @@ def load_peft_model(model: Any, path: str | Path, adapter_name: str = "default",
 
 def _read(model: Any, path: str | PathLike[Any]) -> tuple[dict[str, Adapter], dict[str, Tensor], Any]:
     """Return the adapters of 4-bit linears by their path, the other tensors and the configuration of PEFT's files."""
+    path = expand_user(path, "path")
     found, rest, _ = read_adapter(model, path)
     config = peft.PeftConfig.from_pretrained(str(path))
     _check(config)
@@ -159,7 +161,7 @@ class _WithExperts(peft.PeftModel):
                 "safe_serialization: got False, wanted True: adapters of experts are written by safetensors"
             )
         refuse_changed(self.base_model)
-        folder, embeddings = str(save_directory), save_embedding_layers
+        folder, embeddings = str(expand_user(save_directory, "save_directory")), save_embedding_layers
         super().save_pretrained(folder, True, selected_adapters, embeddings, is_main_process, *args, **kwargs)
         for name in selected_adapters or list(self.peft_config) if is_main_process else ():
             _complete(self.get_base_model(), Path(folder, "" if name == "default" else name), name, per_expert)

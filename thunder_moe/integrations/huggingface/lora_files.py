@@ -23,7 +23,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from thunder_moe.checkpoint.files import read_json
+from thunder_moe.checkpoint.files import expand_user, read_json
 from thunder_moe.finetune.lora import (
     DTYPES,
     add_by_name_,
@@ -106,7 +106,7 @@ def save_lora(
         raise ValueError(
             f"adapter: got {adapter!r}, which no experts of transformers' models in {type(model).__name__} have"
         )
-    path = Path(path).expanduser()
+    path = expand_user(path, "path")
     path.mkdir(parents=True, exist_ok=True)
     tensors, own, *_ = encode(model, chosen, per_expert)
     write_adapter(path, tensors, own | (config or {}))
@@ -223,7 +223,7 @@ def read_adapter(
         ValueError: as `load_lora_`, but for other tensors, and for none of 4-bit linears (`no_adapter`).
     """
     refuse_part(model, "whose layers are whole, as an adapter's files are: add_lora_(model, ...) adds one for training")
-    path = Path(path).expanduser()
+    path = expand_user(path, "path")
     config = read_json(path / CONFIG)
     refuse_foreign(config, f"path: {path / CONFIG}")
     if str(config.get("init_lora_weights")).lower().startswith(_OTHER_BASE):
