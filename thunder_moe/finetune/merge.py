@@ -75,27 +75,31 @@ def merge_lora_(
         raise ValueError("adapters: got none, and none is active, wanted names of adapters")
     _refuse_tied(model, linears)
     errors: dict[str, float] = {}
+    packed: dict[str, nn.Module] = {}
+    dense: dict[str, Tensor] = {}
     undos = [_undo_function(linear) for linear in linears.values()]
     try:
-        dense = _prepare_to_dequantize(linears, chosen, errors) if dequantize else {}
         for name, linear in linears.items():
-            if chosen[name] and (isinstance(linear, GroupedLinear) or not dequantize):
-                errors[name] = _merge_adapters(linear, chosen[name], name)
+            if dequantize and not isinstance(linear, GroupedLinear):
+                packed[name] = linear
+                errors[name] = _prepare_to_dequantize(linear, chosen[name], name, dense)
+            elif chosen[name]:
+                errors[name] = _merge_adapters(linear, chosen[name])
             elif not dequantize:
                 linear.lora_active = ()
-        for name, error in errors.items():
-            if not math.isfinite(error):
-                raise _not_finite_error(name, chosen[name])
-        if dequantize:
-            packed = {name: linear for name, linear in linears.items() if not isinstance(linear, GroupedLinear)}
-            if packed:
-                dequantize_with_(model, packed)
-            for name, total in dense.items():
-                restored: Any = model.get_submodule(name)
-                restored.weight.copy_(total[0])
-            for linear in linears.values():
-                if isinstance(linear, LoRAGroupedLinear):
-                    restore_base_class(linear)
+            if not math.isfinite(errors.get(name, 0)):
+                raise ValueError(
+                    f"adapters: the weight of {name} plus {list(chosen[name])} has NaN or Inf in its dtype, wanted"
+                    " finite values"
+                )
+        if packed:
+            dequantize_with_(model, packed)
+        for name, total in dense.items():
+            restored: Any = model.get_submodule(name)
+            restored.weight.copy_(total[0])
+        for linear in linears.values() if dequantize else ():
+            if isinstance(linear, LoRAGroupedLinear):
+                restore_base_class(linear)
     except BaseException:
         for undo in undos:
             undo()
@@ -140,10 +144,11 @@ def _merged_weight(linear: Any, names: tuple[str, ...]) -> tuple[Tensor, Tensor]
     return weight + delta, delta
 
 
-def _merge_adapters(linear: Any, names: tuple[str, ...], where: str) -> float:
+def _merge_adapters(linear: Any, names: tuple[str, ...]) -> float:
+    """Merge adapters, and return the relative error; infinity, without a change, where the sum has NaN or Inf."""
     total, delta = _merged_weight(linear, names)
     if not total.isfinite().all():
-        raise _not_finite_error(where, names)
+        return math.inf
     packed = None if isinstance(linear, GroupedLinear) else linear.packed_weight.to_layout(LINEAR)
     if packed is None:
         before = linear.weight.detach().clone()
@@ -164,12 +169,6 @@ def _merge_adapters(linear: Any, names: tuple[str, ...], where: str) -> float:
         _set_weight(linear, merged)
         total -= dequantize(merged, torch.float32)
     return _relative_error(total, delta)
-
-
-def _not_finite_error(where: str, names: tuple[str, ...]) -> ValueError:
-    return ValueError(
-        f"adapters: the weight of {where} plus {list(names)} has NaN or Inf in its dtype, wanted finite values"
-    )
 
 
 def _unmerge(linear: Any) -> None:
@@ -197,29 +196,20 @@ def _undo_function(linear: Any) -> Callable[[], None]:
     return undo
 
 
-def _prepare_to_dequantize(
-    linears: dict[str, Any], chosen: dict[str, tuple[str, ...]], errors: dict[str, float]
-) -> dict[str, Tensor]:
-    """Prepare 4-bit linears with adapters for `dequantize_`, which then restores the sums of expert linears.
+def _prepare_to_dequantize(linear: Any, names: tuple[str, ...], where: str, dense: dict[str, Tensor]) -> float:
+    """Have `dequantize_` restore the sum of a 4-bit linear of experts and its adapters; return the relative error.
 
-    Dense linears lose their adapters.
-
-    Returns:
-        Name of each dense linear -> its merged weight, float32 (1, N, K).
+    A dense linear loses its adapters, and the sum, float32 (1, N, K), is added to `dense`.
     """
-    dense = {}
-    for name, linear in linears.items():
-        if isinstance(linear, GroupedLinear):
-            continue
-        (total, delta), dtypes = _merged_weight(linear, chosen[name]), linear.weight_dtypes
-        parts = zip(total.chunk(len(dtypes), 1), dtypes, strict=True)
-        errors[name] = _relative_error(total - torch.cat([part.to(dtype).float() for part, dtype in parts], 1), delta)
-        if isinstance(linear, LoRADense):
-            dense[name] = total
-            restore_base_class(linear)
-        else:
-            linear.lora_active, linear.lora_to_restore = chosen[name], True
-    return dense
+    (total, delta), dtypes = _merged_weight(linear, names), linear.weight_dtypes
+    parts = zip(total.chunk(len(dtypes), 1), dtypes, strict=True)
+    error = _relative_error(total - torch.cat([part.to(dtype).float() for part, dtype in parts], 1), delta)
+    if isinstance(linear, LoRADense):
+        dense[where] = total
+        restore_base_class(linear)
+    else:
+        linear.lora_active, linear.lora_to_restore = names, True
+    return error
 
 
 def _set_weight(linear: Any, weight: Any) -> None:

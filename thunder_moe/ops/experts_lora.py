@@ -68,10 +68,10 @@ def _gemm(
 ) -> Tensor:  # fmt: skip
     """Return the GEMM of rows and a packed weight, plus inner (M, R) times b; in the backward plus inner times a."""
     ops, gemm = torch.ops.thunder_moe, gemm_and_dgrad(weight, offsets, layout)[backward]
+    kind = "_dgrad" * backward
     if inner is None or matrix is None:
-        return gemm(rows)
-    kind, out = "_dgrad" * backward, rows
-    if weight.format is NVFP4:
+        out: Tensor = gemm(rows)
+    elif weight.format is NVFP4:
         low_rank = getattr(ops, f"grouped_mm_low_rank{kind}")
         out = low_rank(rows, *weight.tensors, offsets, inner, matrix, layout=layout)
     else:
