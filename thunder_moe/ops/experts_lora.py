@@ -68,7 +68,7 @@ def _gemm(
 ) -> Tensor:  # fmt: skip
     """Return the GEMM of rows and a packed weight, plus inner (M, R) times b; in the backward plus inner times a."""
     ops, gemm = torch.ops.thunder_moe, gemm_and_dgrad(weight, offsets, layout)[backward]
-    kind = "_dgrad" * backward
+    kind = "_dgrad" if backward else ""
     if inner is None or matrix is None:
         out: Tensor = gemm(rows)
     elif weight.format is NVFP4:
