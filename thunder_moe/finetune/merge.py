@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -77,7 +77,10 @@ def merge_lora_(
     errors: dict[str, float] = {}
     packed: dict[str, nn.Module] = {}
     dense: dict[str, Tensor] = {}
-    undos = [_undo_function(linear) for linear in linears.values()]
+    before = [
+        (linear, type(linear), {name: getattr(linear, name) for name in ADAPTER_ATTRIBUTES})
+        for linear in linears.values()
+    ]
     try:
         for name, linear in linears.items():
             if dequantize and not isinstance(linear, GroupedLinear):
@@ -101,8 +104,8 @@ def merge_lora_(
             if isinstance(linear, LoRAGroupedLinear):
                 restore_base_class(linear)
     except BaseException:
-        for undo in undos:
-            undo()
+        for linear, lora, attributes in before:
+            _undo(linear, lora, attributes)
         raise
     for name, error in errors.items():
         _LOGGER.info("merged %s of %s: the rounding is %.2g times what they add", chosen[name], name, error)
@@ -176,24 +179,16 @@ def _unmerge(linear: Any) -> None:
     linear.lora_active, linear.lora_merged, linear.lora_unmerged = linear.lora_merged, (), None
 
 
-def _undo_function(linear: Any) -> Callable[[], None]:
-    """Return a function that restores the class, weight and adapters of a linear from before a merge."""
-    lora, active = type(linear), linear.lora_active
-    known = {name: getattr(linear, name) for name in ADAPTER_ATTRIBUTES}
-
-    def undo() -> None:
-        if isinstance(linear, LoRALinear):
-            if linear.lora_merged:
-                _unmerge(linear)
-        else:
-            set_class(linear, lora)
-            for name, value in known.items():
-                setattr(linear, name, value)
-        linear.lora_active = active
-        if isinstance(linear, NVFP4LoRAGroupedLinear):
-            linear.lora_to_restore = False
-
-    return undo
+def _undo(linear: Any, lora: type, attributes: dict[str, Any]) -> None:
+    """Restore the class, weight and adapters of a linear from before a merge."""
+    if not isinstance(linear, LoRALinear):
+        set_class(linear, lora)
+    elif linear.lora_merged:
+        _unmerge(linear)
+    for name, value in attributes.items():
+        setattr(linear, name, value)
+    if isinstance(linear, NVFP4LoRAGroupedLinear):
+        linear.lora_to_restore = False
 
 
 def _prepare_to_dequantize(linear: Any, names: tuple[str, ...], where: str, dense: dict[str, Tensor]) -> float:

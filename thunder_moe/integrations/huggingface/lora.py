@@ -22,7 +22,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from thunder_moe.checkpoint.files import expand_user
-from thunder_moe.finetune.lora import add_by_name_, lora_linears, scaling_of, use_lora_
+from thunder_moe.finetune.lora import add_by_name_, lora_linears, scaling_of
 from thunder_moe.integrations.huggingface.lora_files import (
     CONFIG,
     PARTS,
@@ -199,17 +199,16 @@ class _WithExperts(peft.PeftModel):
     def disable_adapter(self) -> Iterator[None]:
         """Compute without adapters, in 4-bit layers, too."""
         refuse_changed(self.base_model)
-        linears = lora_linears(self)
-        active = {name: linear.lora_active for name, linear in linears.items()}
+        active = {linear: linear.lora_active for linear in lora_linears(self).values()}
+        peft_has_any = any(isinstance(module, BaseTunerLayer) for module in self.modules())
         try:
-            if linears:
-                use_lora_(self, None)
-            peft_has_any = any(isinstance(module, BaseTunerLayer) for module in self.modules())
+            for linear in active:
+                linear.lora_active = ()
             with super().disable_adapter() if peft_has_any else nullcontext():
                 yield
         finally:
-            for name, linear in linears.items():
-                linear.lora_active = active[name]
+            for linear, names in active.items():
+                linear.lora_active = names
 
 
 _OF_PEFT: set[Any] = {peft.PeftModel, *peft.MODEL_TYPE_TO_PEFT_MODEL_MAPPING.values()}
@@ -318,11 +317,9 @@ def _is_module(key: str, config: Any, layer: Any = None, model: Any = None) -> b
 
 
 def _in_layers(experts: str, config: Any) -> bool:
-    layers = getattr(config, "layers_to_transform", None)
-    if layers is None:
-        return True
-    number = re.search(r"\.(\d+)\.", experts)
-    return number is not None and int(number[1]) in ([layers] if isinstance(layers, int) else layers)
+    layers, number = config.layers_to_transform, re.search(r"\.(\d+)\.", experts)
+    wanted = [layers] if isinstance(layers, int) else layers
+    return wanted is None or (number is not None and int(number[1]) in wanted)
 
 
 @torch.no_grad()
