@@ -24,7 +24,7 @@ from thunder_moe.finetune.lora import (
 )
 from thunder_moe.formats.layouts import LINEAR
 from thunder_moe.formats.registry import dequantize
-from thunder_moe.formats.weight import NVFP4Weight, PackedWeight
+from thunder_moe.formats.weight import PackedWeight
 from thunder_moe.kernels.select import lay_out, quantize_to
 from thunder_moe.nn import GroupedLinear
 from thunder_moe.nn.linear import NVFP4LinearPart
@@ -215,16 +215,10 @@ def _set_weight(linear: Any, weight: Any) -> None:
     owner = linear.stack if isinstance(linear, NVFP4LinearPart) else linear
     weight = weight.to(owner.qdata.device)
     if owner is not linear:
-        whole, rows = owner.packed_weight.to_layout(LINEAR), linear._rows
-        qdata, bits = (tensor.view(torch.uint8).clone() for tensor in (whole.qdata, whole.scale))
-        qdata[:, rows], bits[:, rows] = weight.qdata.view(torch.uint8), weight.scale.view(torch.uint8)
-        tensors = [qdata.view(whole.qdata.dtype), bits.view(whole.scale.dtype)]
-        if isinstance(whole, NVFP4Weight) and isinstance(weight, NVFP4Weight):
-            scales = whole.row_global_scale().clone()
-            scales[:, rows] = weight.row_global_scale()
-            alike = bool((scales == scales[:, :1]).all())
-            tensors.append(scales[:, 0].clone() if alike else scales)
-        weight = whole.with_tensors(tensors)
+        whole, own = owner.packed_weight.to_layout(LINEAR), linear._rows
+        pieces = slice(0, own.start), own, slice(own.stop, whole.shape[1])
+        parts = (weight if rows == own else whole.rows(rows) for rows in pieces if rows.start < rows.stop)
+        weight = PackedWeight.concatenate(*parts).share_global_scale()
     owner.set_weight(lay_out(weight, "auto" if owner.auto_layout else owner.layout))
 
 
