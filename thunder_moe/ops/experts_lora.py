@@ -21,14 +21,14 @@ from torch import Tensor
 from thunder_moe.formats.block_format import NVFP4
 from thunder_moe.formats.checks import require
 from thunder_moe.formats.layouts import LINEAR
-from thunder_moe.formats.weight import PackedWeight, WeightOperands
+from thunder_moe.formats.weight import WeightOperands
 from thunder_moe.ops import activation, combine, low_rank, route  # noqa: F401  (registers the operators)
 from thunder_moe.ops.experts import check_experts, check_order
-from thunder_moe.ops.grouped_mm import gemm_and_dgrad, operands
-from thunder_moe.ops.operator import OPERATORS, op_name_for, weight_operator
+from thunder_moe.ops.grouped_mm import gemm_and_dgrad
+from thunder_moe.ops.operator import OPERATORS, weight_operator
 from thunder_moe.routing import gather_rows, scale_of_rows
 
-__all__ = ["f16a_mxfp8weight_moe_experts_lora", "f16a_nvfp4weight_moe_experts_lora", "moe_experts_lora"]
+__all__ = ["f16a_mxfp8weight_moe_experts_lora", "f16a_nvfp4weight_moe_experts_lora"]
 
 LORA_NAMES = ("gate_up_a", "gate_up_b", "down_a", "down_b")
 
@@ -250,27 +250,3 @@ def f16a_nvfp4weight_moe_experts_lora(
 
 
 f16a_mxfp8weight_moe_experts_lora = OPERATORS["f16a_mxfp8weight_moe_experts_lora"].public
-
-
-def moe_experts_lora(
-    inputs: tuple[Tensor, Tensor, Tensor], gate_up: PackedWeight, down: PackedWeight, *rest: Tensor | None,
-    **options: Any,
-) -> Tensor:  # fmt: skip
-    """Call the operator of the weights' format, and return its first result.
-
-    Args:
-        inputs: hidden_states, expert_ids, expert_weights.
-        gate_up: (E, 2I, H).
-        down: (E, H, I), in the same format.
-        *rest: the operator's other nine tensors.
-        **options: the operator's, without the layouts.
-    """
-    adapters_and_biases, order = rest[:6], rest[6:]
-    if order[0] is None:  # the backward reads it, too
-        order = torch.ops.thunder_moe.moe_route(inputs[1], gate_up.shape[0])
-    run = getattr(torch.ops.thunder_moe, op_name_for("f16a_nvfp4weight_moe_experts_lora", gate_up.format))
-    results: tuple[Tensor, ...] = run(
-        *inputs, *operands(gate_up), *operands(down), *adapters_and_biases, *order,
-        gate_up_layout=gate_up.layout, down_layout=down.layout, **options,
-    )  # fmt: skip
-    return results[0]
