@@ -232,7 +232,13 @@ class LoRALinear(nn.Module):
 
         None if there are none.
         """
-        pairs = [self._pair(name) for name in (self.lora_active if names is None else names)]
+        pairs = []
+        for name in self.lora_active if names is None else names:
+            spec = self.lora_specs[name]
+            # Products, and so no parameters that a compiler could take for frozen weights and quantize.
+            a, b = self.lora_A[name] * 1.0, self.lora_B[name] * spec.scaling
+            b = in_blocks(b) if spec.parts > 1 else b
+            pairs.append([each.expand(self.num_experts, -1, -1) if each.shape[0] == 1 else each for each in (a, b)])
         if not pairs:
             return None
         if len(pairs) == 1:
@@ -246,14 +252,6 @@ class LoRALinear(nn.Module):
         pair = self.lora_pair(torch.float32, names)
         assert pair is not None
         return pair[1] @ pair[0]
-
-    def _pair(self, name: str) -> tuple[Tensor, Tensor]:
-        a, b, spec = self.lora_A[name], self.lora_B[name], self.lora_specs[name]
-        # Products, and so no parameters that a compiler could take for frozen weights and quantize.
-        a, b = a * 1.0, b * spec.scaling
-        b = in_blocks(b) if spec.parts > 1 else b
-        a, b = (each.expand(self.num_experts, -1, -1) if each.shape[0] == 1 else each for each in (a, b))
-        return a, b
 
     def extra_repr(self) -> str:
         named = (f"{name} (rank {spec.rank})" for name, spec in self.lora_specs.items())
