@@ -50,6 +50,7 @@ __all__ = [
     "restore_adapters_",
     "restore_base_class",
     "scaling_of",
+    "shapes_of",
     "stored_adapters",
     "use_lora_",
     "weight_of",
@@ -142,17 +143,13 @@ def add_lora_(
     chosen: dict[str, Any] = {}
     skipped: list[str] = []
     for name, module in model.named_modules():
-        if not is_adaptable(module):
+        declines = is_packed_dense(module) and not (dense(module, name) if callable(dense) else dense)
+        if not is_adaptable(module) or declines or takes.declined(module, name) is not None:
             continue
-        if is_packed_dense(module) and not (dense(module, name) if callable(dense) else dense):
-            continue
-        if takes.declined(module, name) is not None:
-            continue
-        reason = _adapter_blocker(module)
-        if reason is not None:
+        if (reason := _adapter_blocker(module)) is None:
+            chosen[name] = module
+        else:
             skipped.append(f"{name}: {reason}")
-            continue
-        chosen[name] = module
     if not chosen:
         why = (
             "; ".join(skipped)
@@ -194,7 +191,12 @@ def add_by_name_(
             raise ValueError(f"share: got {share!r} at {name!r}, whose experts several processes share, wanted None")
     try:
         for name, linear in linears.items():
-            _add_adapter(linear, specs[name], share, dtype, adapter)
+            options: Any = dict(dtype=dtype, device=weight_of(linear).device)
+            shapes = zip("AB", shapes_of(linear, specs[name]), strict=True)
+            of_a, of_b = ((1, *shape[1:]) if side == share else shape for side, shape in shapes)
+            bound = linear.in_features**-0.5
+            a, b = torch.empty(of_a, **options).uniform_(-bound, bound), torch.zeros(of_b, **options)
+            _attach_adapter(linear, adapter, specs[name], a, b)
     except BaseException:  # no memory, or an interruption
         for linear in linears.values():  # others may have an earlier adapter of that name
             if isinstance(linear, LoRALinear):
@@ -335,12 +337,10 @@ def _is_gate_up(parent: nn.Module | None, module: Any) -> bool:
     return bool(getattr(getattr(parent, "form", None), "gated", False))  # NVFP4Experts of transformers
 
 
-def _add_adapter(module: Any, spec: LoRASpec, share: str | None, dtype: torch.dtype, adapter: str) -> None:
-    experts = getattr(module, "num_experts", 1)  # a dense layer is one expert
-    n, k, rank = module.out_features, module.in_features, spec.rank
-    options: dict[str, Any] = dict(dtype=dtype, device=weight_of(module).device)
-    a = torch.empty(1 if share == "A" else experts, spec.parts * rank, k, **options).uniform_(-(k**-0.5), k**-0.5)
-    _attach_adapter(module, adapter, spec, a, torch.zeros(1 if share == "B" else experts, n, rank, **options))
+def shapes_of(linear: Any, spec: LoRASpec) -> tuple[tuple[int, int, int], tuple[int, int, int]]:
+    """Return the shapes of A (E, P r, K) and B (E, N, r) of an adapter; a dense layer is one expert."""
+    experts = getattr(linear, "num_experts", 1)
+    return (experts, spec.parts * spec.rank, linear.in_features), (experts, linear.out_features, spec.rank)
 
 
 def _attach_adapter(module: Any, adapter: str, spec: LoRASpec, a: Tensor, b: Tensor) -> None:
@@ -384,10 +384,9 @@ def restore_adapters_(model: nn.Module, stored: Mapping[str, Tensor]) -> None:
     for key in [key for key in stored if key.endswith(".lora_specs")]:
         path = key.removesuffix(".lora_specs")
         linear = modules.get(path)
+        del remaining[key]
         try:
-            start = f"{path}.lora_A."
-            names = (name.removeprefix(start) for name in stored if name.startswith(start))
-            specs, active = read_record(remaining.pop(key), names)
+            specs, active = read_record(stored, f"{path}.") or ({}, ())
         except ValueError as error:
             raise ValueError(f"{path}: {error}") from error
         reason: str | None = "it is not a 4-bit layer here, wanted linears=True, and a checkpoint that has it in 4 bits"
@@ -396,9 +395,15 @@ def restore_adapters_(model: nn.Module, stored: Mapping[str, Tensor]) -> None:
         if reason is not None:
             raise ValueError(f"{path}: has adapters {list(specs)}, which cannot be loaded: {reason}")
         for name, spec in specs.items():
-            _restore_adapter(
-                linear, path, name, spec, *(remaining.pop(f"{path}.lora_{side}.{name}", None) for side in "AB")
-            )
+            pair = []
+            for side, shape in zip("AB", shapes_of(linear, spec), strict=True):
+                place = f"{path}.lora_{side}.{name}"
+                tensor = remaining.pop(place, None)
+                if tensor is None or tensor.shape not in (shape, (1, *shape[1:])) or tensor.dtype not in DTYPES:
+                    got = "none" if tensor is None else f"{tensor.dtype} {tuple(tensor.shape)}"
+                    raise ValueError(f"{place}: got {got}, wanted one of {DTYPES} of shape {shape}, by lora_specs")
+                pair.append(tensor.to(weight_of(linear).device))
+            _attach_adapter(linear, name, spec, *pair)
         cast("LoRALinear", linear).lora_active = active
     if remaining:
         raise ValueError(
@@ -406,20 +411,6 @@ def restore_adapters_(model: nn.Module, stored: Mapping[str, Tensor]) -> None:
             " was saved together with them"
         )
     freeze_others_(model)
-
-
-def _restore_adapter(linear: Any, path: str, name: str, spec: LoRASpec, a: Tensor | None, b: Tensor | None) -> None:
-    experts = getattr(linear, "num_experts", 1)
-    wanted = dict(A=(spec.parts * spec.rank, linear.in_features), B=(linear.out_features, spec.rank))
-    for side, tensor in (("A", a), ("B", b)):
-        shapes = [(count, *wanted[side]) for count in (experts, 1)]
-        if tensor is None or tensor.shape not in shapes or tensor.dtype not in DTYPES:
-            got = "none" if tensor is None else f"{tensor.dtype} {tuple(tensor.shape)}"
-            raise ValueError(
-                f"{path}.lora_{side}.{name}: got {got}, wanted one of {DTYPES} of shape {shapes[0]}, by lora_specs"
-            )
-    device = weight_of(linear).device
-    _attach_adapter(linear, name, spec, *(tensor.to(device) for tensor in (a, b) if tensor is not None))
 
 
 def restore_base_class(linear: Any) -> None:

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -24,7 +24,7 @@ from thunder_moe.finetune.lora import (
 )
 from thunder_moe.formats.layouts import LINEAR
 from thunder_moe.formats.registry import dequantize
-from thunder_moe.formats.weight import NVFP4Weight, PackedWeight
+from thunder_moe.formats.weight import PackedWeight
 from thunder_moe.kernels.select import lay_out, quantize_to
 from thunder_moe.nn import GroupedLinear
 from thunder_moe.nn.linear import NVFP4LinearPart
@@ -75,30 +75,37 @@ def merge_lora_(
         raise ValueError("adapters: got none, and none is active, wanted names of adapters")
     _refuse_tied(model, linears)
     errors: dict[str, float] = {}
-    undos = [_undo_function(linear) for linear in linears.values()]
+    packed: dict[str, nn.Module] = {}
+    dense: dict[str, Tensor] = {}
+    before = [
+        (linear, type(linear), {name: getattr(linear, name) for name in ADAPTER_ATTRIBUTES})
+        for linear in linears.values()
+    ]
     try:
-        dense = _prepare_to_dequantize(linears, chosen, errors) if dequantize else {}
         for name, linear in linears.items():
-            if chosen[name] and (isinstance(linear, GroupedLinear) or not dequantize):
-                errors[name] = _merge_adapters(linear, chosen[name], name)
+            if dequantize and not isinstance(linear, GroupedLinear):
+                packed[name] = linear
+                errors[name] = _prepare_to_dequantize(linear, chosen[name], name, dense)
+            elif chosen[name]:
+                errors[name] = _merge_adapters(linear, chosen[name])
             elif not dequantize:
                 linear.lora_active = ()
-        for name, error in errors.items():
-            if not math.isfinite(error):
-                raise _not_finite_error(name, chosen[name])
-        if dequantize:
-            packed = {name: linear for name, linear in linears.items() if not isinstance(linear, GroupedLinear)}
-            if packed:
-                dequantize_with_(model, packed)
-            for name, total in dense.items():
-                restored: Any = model.get_submodule(name)
-                restored.weight.copy_(total[0])
-            for linear in linears.values():
-                if isinstance(linear, LoRAGroupedLinear):
-                    restore_base_class(linear)
+            if not math.isfinite(errors.get(name, 0)):
+                raise ValueError(
+                    f"adapters: the weight of {name} plus {list(chosen[name])} has NaN or Inf in its dtype, wanted"
+                    " finite values"
+                )
+        if packed:
+            dequantize_with_(model, packed)
+        for name, total in dense.items():
+            restored: Any = model.get_submodule(name)
+            restored.weight.copy_(total[0])
+        for linear in linears.values() if dequantize else ():
+            if isinstance(linear, LoRAGroupedLinear):
+                restore_base_class(linear)
     except BaseException:
-        for undo in undos:
-            undo()
+        for linear, lora, attributes in before:
+            _undo(linear, lora, attributes)
         raise
     for name, error in errors.items():
         _LOGGER.info("merged %s of %s: the rounding is %.2g times what they add", chosen[name], name, error)
@@ -140,10 +147,11 @@ def _merged_weight(linear: Any, names: tuple[str, ...]) -> tuple[Tensor, Tensor]
     return weight + delta, delta
 
 
-def _merge_adapters(linear: Any, names: tuple[str, ...], where: str) -> float:
+def _merge_adapters(linear: Any, names: tuple[str, ...]) -> float:
+    """Merge adapters, and return the relative error; infinity, without a change, where the sum has NaN or Inf."""
     total, delta = _merged_weight(linear, names)
     if not total.isfinite().all():
-        raise _not_finite_error(where, names)
+        return math.inf
     packed = None if isinstance(linear, GroupedLinear) else linear.packed_weight.to_layout(LINEAR)
     if packed is None:
         before = linear.weight.detach().clone()
@@ -166,60 +174,37 @@ def _merge_adapters(linear: Any, names: tuple[str, ...], where: str) -> float:
     return _relative_error(total, delta)
 
 
-def _not_finite_error(where: str, names: tuple[str, ...]) -> ValueError:
-    return ValueError(
-        f"adapters: the weight of {where} plus {list(names)} has NaN or Inf in its dtype, wanted finite values"
-    )
-
-
 def _unmerge(linear: Any) -> None:
     _set_weight(linear, linear.lora_unmerged)
     linear.lora_active, linear.lora_merged, linear.lora_unmerged = linear.lora_merged, (), None
 
 
-def _undo_function(linear: Any) -> Callable[[], None]:
-    """Return a function that restores the class, weight and adapters of a linear from before a merge."""
-    lora, active = type(linear), linear.lora_active
-    known = {name: getattr(linear, name) for name in ADAPTER_ATTRIBUTES}
-
-    def undo() -> None:
-        if isinstance(linear, LoRALinear):
-            if linear.lora_merged:
-                _unmerge(linear)
-        else:
-            set_class(linear, lora)
-            for name, value in known.items():
-                setattr(linear, name, value)
-        linear.lora_active = active
-        if isinstance(linear, NVFP4LoRAGroupedLinear):
-            linear.lora_to_restore = False
-
-    return undo
+def _undo(linear: Any, lora: type, attributes: dict[str, Any]) -> None:
+    """Restore the class, weight and adapters of a linear from before a merge."""
+    if not isinstance(linear, LoRALinear):
+        set_class(linear, lora)
+    elif linear.lora_merged:
+        _unmerge(linear)
+    for name, value in attributes.items():
+        setattr(linear, name, value)
+    if isinstance(linear, NVFP4LoRAGroupedLinear):
+        linear.lora_to_restore = False
 
 
-def _prepare_to_dequantize(
-    linears: dict[str, Any], chosen: dict[str, tuple[str, ...]], errors: dict[str, float]
-) -> dict[str, Tensor]:
-    """Prepare 4-bit linears with adapters for `dequantize_`, which then restores the sums of expert linears.
+def _prepare_to_dequantize(linear: Any, names: tuple[str, ...], where: str, dense: dict[str, Tensor]) -> float:
+    """Have `dequantize_` restore the sum of a 4-bit linear of experts and its adapters; return the relative error.
 
-    Dense linears lose their adapters.
-
-    Returns:
-        Name of each dense linear -> its merged weight, float32 (1, N, K).
+    A dense linear loses its adapters, and the sum, float32 (1, N, K), is added to `dense`.
     """
-    dense = {}
-    for name, linear in linears.items():
-        if isinstance(linear, GroupedLinear):
-            continue
-        (total, delta), dtypes = _merged_weight(linear, chosen[name]), linear.weight_dtypes
-        parts = zip(total.chunk(len(dtypes), 1), dtypes, strict=True)
-        errors[name] = _relative_error(total - torch.cat([part.to(dtype).float() for part, dtype in parts], 1), delta)
-        if isinstance(linear, LoRADense):
-            dense[name] = total
-            restore_base_class(linear)
-        else:
-            linear.lora_active, linear.lora_to_restore = chosen[name], True
-    return dense
+    (total, delta), dtypes = _merged_weight(linear, names), linear.weight_dtypes
+    parts = zip(total.chunk(len(dtypes), 1), dtypes, strict=True)
+    error = _relative_error(total - torch.cat([part.to(dtype).float() for part, dtype in parts], 1), delta)
+    if isinstance(linear, LoRADense):
+        dense[where] = total
+        restore_base_class(linear)
+    else:
+        linear.lora_active, linear.lora_to_restore = names, True
+    return error
 
 
 def _set_weight(linear: Any, weight: Any) -> None:
@@ -230,16 +215,10 @@ def _set_weight(linear: Any, weight: Any) -> None:
     owner = linear.stack if isinstance(linear, NVFP4LinearPart) else linear
     weight = weight.to(owner.qdata.device)
     if owner is not linear:
-        whole, rows = owner.packed_weight.to_layout(LINEAR), linear._rows
-        qdata, bits = (tensor.view(torch.uint8).clone() for tensor in (whole.qdata, whole.scale))
-        qdata[:, rows], bits[:, rows] = weight.qdata.view(torch.uint8), weight.scale.view(torch.uint8)
-        tensors = [qdata.view(whole.qdata.dtype), bits.view(whole.scale.dtype)]
-        if isinstance(whole, NVFP4Weight) and isinstance(weight, NVFP4Weight):
-            scales = whole.row_global_scale().clone()
-            scales[:, rows] = weight.row_global_scale()
-            alike = bool((scales == scales[:, :1]).all())
-            tensors.append(scales[:, 0].clone() if alike else scales)
-        weight = whole.with_tensors(tensors)
+        whole, own = owner.packed_weight.to_layout(LINEAR), linear._rows
+        pieces = slice(0, own.start), own, slice(own.stop, whole.shape[1])
+        parts = (weight if rows == own else whole.rows(rows) for rows in pieces if rows.start < rows.stop)
+        weight = PackedWeight.concatenate(*parts).share_global_scale()
     owner.set_weight(lay_out(weight, "auto" if owner.auto_layout else owner.layout))
 
 

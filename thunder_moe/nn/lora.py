@@ -10,7 +10,7 @@ Legend: M rows sorted by expert, E experts, N out_features, K in_features, r ran
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -32,6 +32,7 @@ __all__ = [
     "NVFP4LoRAGroupedLinear",
     "NVFP4LoRALinear",
     "NVFP4LoRALinearPart",
+    "in_blocks",
     "read_record",
 ]
 
@@ -59,17 +60,23 @@ class LoRASpec:
         return f"rank {self.rank}{parts} and alpha {self.scaling * self.rank:g} ({stabilized})"
 
 
-def read_record(record: Tensor, names: Iterable[str]) -> tuple[dict[str, LoRASpec], tuple[str, ...]]:
-    """Return the specs of a `LoRALinear.lora_record`, and the names of the active adapters.
+def read_record(state_dict: Mapping[str, Tensor], prefix: str) -> tuple[dict[str, LoRASpec], tuple[str, ...]] | None:
+    """Return the specs in the `LoRALinear.lora_record` of a linear, and the names of the active adapters.
 
     Args:
-        record: the tensor `LoRALinear.lora_record`.
-        names: the names of the adapters that are stored with it.
+        state_dict: has the record as "lora_specs", beside the adapters.
+        prefix: of the linear.
+
+    Returns:
+        None if the state dict has no record of the linear, or no data of it.
 
     Raises:
         ValueError: the record does not have five valid numbers for each adapter.
     """
-    names = sorted(names)
+    record, start = state_dict.get(f"{prefix}lora_specs"), f"{prefix}lora_A."
+    if record is None or record.is_meta:
+        return None
+    names = sorted(key.removeprefix(start) for key in state_dict if key.startswith(start))
     rows = record.tolist() if record.shape == (len(names), 5) and record.dtype == torch.float64 else [[math.nan] * 5]
     if not all(
         rank >= 1 and scaling != 0 and 0 <= dropout < 1 and parts in (1, 2) and math.isfinite(rank + scaling + place)
@@ -84,12 +91,11 @@ def read_record(record: Tensor, names: Iterable[str]) -> tuple[dict[str, LoRASpe
     return found, tuple(name for _, name in places)
 
 
-def _record_in(state_dict: Any, prefix: str) -> tuple[dict[str, LoRASpec], tuple[str, ...]] | None:
-    """Return `read_record` of the linear of a prefix; None if the state dict has none."""
-    record, start = state_dict.get(f"{prefix}lora_specs"), f"{prefix}lora_A."
-    if record is None or record.is_meta:
-        return None
-    return read_record(record, (key.removeprefix(start) for key in state_dict if key.startswith(start)))
+def in_blocks(b: Tensor) -> Tensor:
+    """Return B (E, N, r) of gate and up apart as one (E, N, 2 r), for both rows of A: zeros where B has none."""
+    gate, up = b.chunk(2, 1)
+    zeros = torch.zeros_like(gate)
+    return torch.cat([torch.cat([gate, zeros], 2), torch.cat([zeros, up], 2)], 1)
 
 
 class LoRALinear(nn.Module):
@@ -159,11 +165,13 @@ class LoRALinear(nn.Module):
         key, where = f"{prefix}lora_specs", prefix[:-1] or type(self).__name__
         if (problem := self.obstacle_to_load(state_dict, prefix)) is not None:
             error_msgs.append(f"{where}: {problem}")
+            if isinstance(self, NVFP4LinearPart):
+                self.stack._refused_in = error_msgs  # it leaves the weight of all parts unchanged
             return
         super()._load_from_state_dict(state_dict, prefix, *args)
         if key in unexpected_keys:
             unexpected_keys.remove(key)
-        if (record := _record_in(state_dict, prefix)) is None or self.lora_by_peft:
+        if (record := read_record(state_dict, prefix)) is None or self.lora_by_peft:
             return
         specs, active = record
         for name in specs.keys() & self.lora_specs.keys():
@@ -185,7 +193,7 @@ class LoRALinear(nn.Module):
                 f" twice; wanted {remedy} before loading, or unmerge_lora_ before saving"
             )
         try:
-            given, _ = _record_in(state_dict, prefix) or ({}, ())
+            given, _ = read_record(state_dict, prefix) or ({}, ())
         except ValueError as error:
             return str(error)
         for name in given.keys() & self.lora_specs.keys():
@@ -204,16 +212,16 @@ class LoRALinear(nn.Module):
         """
         x, drops = x.to(y.dtype), self.lora_drops_out()
         for names in [(name,) for name in self.lora_active] if drops else [self.lora_active]:
-            pair = self.lora_pair(y.dtype, names)
-            if pair is not None:
-                rows = F.dropout(x, self.lora_specs[names[0]].dropout, self.training) if drops else x
-                y = y + self._low_rank(rows, *pair, offsets).to(y.dtype)
+            if (pair := self.lora_pair(y.dtype, names)) is None:
+                continue
+            rows = F.dropout(x, self.lora_specs[names[0]].dropout, self.training) if drops else x
+            for matrix in pair:
+                if offsets is None:
+                    rows = F.linear(rows, matrix[0])
+                else:
+                    rows = linear_operator(rows)(rows, matrix, offsets, None, None)
+            y = y + rows.to(y.dtype)
         return y
-
-    def _low_rank(self, x: Tensor, a: Tensor, b: Tensor, offsets: Tensor | None) -> Tensor:
-        assert offsets is not None
-        linear = linear_operator(x)
-        return linear(linear(x, a, offsets, None, None), b, offsets, None, None)
 
     def lora_drops_out(self) -> bool:
         """True if an active adapter has a dropout now."""
@@ -224,7 +232,13 @@ class LoRALinear(nn.Module):
 
         None if there are none.
         """
-        pairs = [self._pair(name) for name in (self.lora_active if names is None else names)]
+        pairs = []
+        for name in self.lora_active if names is None else names:
+            spec = self.lora_specs[name]
+            # Products, and so no parameters that a compiler could take for frozen weights and quantize.
+            a, b = self.lora_A[name] * 1.0, self.lora_B[name] * spec.scaling
+            b = in_blocks(b) if spec.parts > 1 else b
+            pairs.append([each.expand(self.num_experts, -1, -1) if each.shape[0] == 1 else each for each in (a, b)])
         if not pairs:
             return None
         if len(pairs) == 1:
@@ -238,20 +252,6 @@ class LoRALinear(nn.Module):
         pair = self.lora_pair(torch.float32, names)
         assert pair is not None
         return pair[1] @ pair[0]
-
-    def _pair(self, name: str) -> tuple[Tensor, Tensor]:
-        a, b, spec = self.lora_A[name], self.lora_B[name], self.lora_specs[name]
-        # Products, and so no parameters that a compiler could take for frozen weights and quantize.
-        a, b = a * 1.0, b * spec.scaling
-        if spec.parts > 1:
-            parts = b.chunk(spec.parts, 1)
-            rows = [
-                torch.cat([part if at == column else torch.zeros_like(part) for column in range(spec.parts)], 2)
-                for at, part in enumerate(parts)
-            ]
-            b = torch.cat(rows, 1)
-        a, b = (each.expand(self.num_experts, -1, -1) if each.shape[0] == 1 else each for each in (a, b))
-        return a, b
 
     def extra_repr(self) -> str:
         named = (f"{name} (rank {spec.rank})" for name, spec in self.lora_specs.items())
@@ -311,9 +311,6 @@ class LoRADense(LoRALinear):
         """Return the result of the linear plus the result of the active adapters."""
         return self.plus_lora(super().forward(x), x)
 
-    def _low_rank(self, x: Tensor, a: Tensor, b: Tensor, offsets: Tensor | None) -> Tensor:
-        return F.linear(F.linear(x, a[0]), b[0])
-
 
 class NVFP4LoRALinear(LoRADense, NVFP4Linear):
     """`NVFP4Linear` with adapters, as `thunder_moe.add_lora_` makes it."""
@@ -321,11 +318,3 @@ class NVFP4LoRALinear(LoRADense, NVFP4Linear):
 
 class NVFP4LoRALinearPart(LoRADense, NVFP4LinearPart):
     """`NVFP4LinearPart` with adapters, as `thunder_moe.add_lora_` makes it."""
-
-    def _load_from_state_dict(self, *args: Any) -> None:
-        """Load as `LoRALinear` does; the stack leaves its weight unchanged where this part refuses the state dict."""
-        error_msgs = args[-1]
-        known = len(error_msgs)
-        super()._load_from_state_dict(*args)
-        if len(error_msgs) > known:
-            self.stack._refused_in = error_msgs

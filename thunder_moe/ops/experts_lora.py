@@ -21,14 +21,14 @@ from torch import Tensor
 from thunder_moe.formats.block_format import NVFP4
 from thunder_moe.formats.checks import require
 from thunder_moe.formats.layouts import LINEAR
-from thunder_moe.formats.weight import PackedWeight, WeightOperands
+from thunder_moe.formats.weight import WeightOperands
 from thunder_moe.ops import activation, combine, low_rank, route  # noqa: F401  (registers the operators)
 from thunder_moe.ops.experts import check_experts, check_order
-from thunder_moe.ops.grouped_mm import gemm_and_dgrad, operands
-from thunder_moe.ops.operator import OPERATORS, op_name_for, weight_operator
+from thunder_moe.ops.grouped_mm import gemm_and_dgrad
+from thunder_moe.ops.operator import OPERATORS, weight_operator
 from thunder_moe.routing import gather_rows, scale_of_rows
 
-__all__ = ["f16a_mxfp8weight_moe_experts_lora", "f16a_nvfp4weight_moe_experts_lora", "moe_experts_lora"]
+__all__ = ["f16a_mxfp8weight_moe_experts_lora", "f16a_nvfp4weight_moe_experts_lora"]
 
 LORA_NAMES = ("gate_up_a", "gate_up_b", "down_a", "down_b")
 
@@ -40,18 +40,20 @@ def _check(
 ) -> None:  # fmt: skip
     check_experts(hidden_states, expert_ids, expert_weights, gate_up, down, *rest, **options)
     (experts, _, features), hidden_size = gate_up.codes.shape, hidden_states.shape[1]
-    pairs = zip(LORA_NAMES[::2], (gate_up_a, down_a), LORA_NAMES[1::2], (gate_up_b, down_b), strict=True)
-    for (name_a, a, name_b, b), n, k in zip(pairs, (features, hidden_size), (hidden_size, features // 2), strict=True):
+    sides = (
+        ("gate_up", gate_up_a, gate_up_b, features, hidden_size),
+        ("down", down_a, down_b, hidden_size, features // 2),
+    )
+    for side, a, b, n, k in sides:
         if (a is None) != (b is None):
-            raise ValueError(
-                f"{name_a if a is None else name_b}: got None, wanted both {name_a} and {name_b}, or neither"
-            )
+            missing = f"{side}_{'a' if a is None else 'b'}"
+            raise ValueError(f"{missing}: got None, wanted both {side}_a and {side}_b, or neither")
         if a is None or b is None:
             continue
         rank = a.shape[1] if a.ndim == 3 else 0
-        require(a.shape == (experts, rank, k) and rank > 0, name_a, a, f"shape ({experts}, rank, {k})")
-        require(b.shape == (experts, n, rank), name_b, b, f"shape {(experts, n, rank)}")
-        for name, tensor in ((name_a, a), (name_b, b)):
+        require(a.shape == (experts, rank, k) and rank > 0, f"{side}_a", a, f"shape ({experts}, rank, {k})")
+        require(b.shape == (experts, n, rank), f"{side}_b", b, f"shape {(experts, n, rank)}")
+        for name, tensor in ((f"{side}_a", a), (f"{side}_b", b)):
             require(tensor.dtype == hidden_states.dtype, name, tensor, f"{hidden_states.dtype}, as hidden_states has")
             require(tensor.device == hidden_states.device, name, tensor, f"device {hidden_states.device}")
 
@@ -61,17 +63,19 @@ def _check_values(hidden_states: Tensor, expert_ids: Tensor, *arguments: Tensor 
 
 
 def _gemm(
-    rows: Tensor, weight: WeightOperands, layout: str, inner: Tensor | None, b: Tensor | None, offsets: Tensor
-) -> Tensor:
-    """Return the GEMM of a packed weight plus inner x b, (M, N); inner: (M, R), rows x a."""
-    ops, (gemm, _) = torch.ops.thunder_moe, gemm_and_dgrad(weight, offsets, layout)
-    if inner is None or b is None:
-        return gemm(rows)
-    out: Tensor
-    if weight.format is NVFP4:
-        out = ops.grouped_mm_low_rank(rows, *weight.tensors, offsets, inner, b, layout=layout)
+    rows: Tensor, weight: WeightOperands, layout: str, inner: Tensor | None, matrix: Tensor | None, offsets: Tensor,
+    backward: bool = False,
+) -> Tensor:  # fmt: skip
+    """Return the GEMM of rows and a packed weight, plus inner (M, R) times b; in the backward plus inner times a."""
+    ops, gemm = torch.ops.thunder_moe, gemm_and_dgrad(weight, offsets, layout)[backward]
+    kind = "_dgrad" if backward else ""
+    if inner is None or matrix is None:
+        out: Tensor = gemm(rows)
+    elif weight.format is NVFP4:
+        low_rank = getattr(ops, f"grouped_mm_low_rank{kind}")
+        out = low_rank(rows, *weight.tensors, offsets, inner, matrix, layout=layout)
     else:
-        out = gemm(rows) + ops.grouped_linear(inner, b, offsets)
+        out = gemm(rows) + getattr(ops, f"grouped_linear{kind}")(inner, matrix, offsets)
     return out
 
 
@@ -85,21 +89,6 @@ def _gather(
     return rows, product
 
 
-def _dgrad(
-    grad: Tensor, weight: WeightOperands, layout: str, a: Tensor | None, outer: Tensor | None, offsets: Tensor
-) -> Tensor:
-    """Return the gradient (M, K) of the rows of `_gemm`; outer: (M, R), the gradient of rows x a."""
-    ops, (_, dgrad) = torch.ops.thunder_moe, gemm_and_dgrad(weight, offsets, layout)
-    if a is None or outer is None:
-        return dgrad(grad)
-    out: Tensor
-    if weight.format is NVFP4:
-        out = ops.grouped_mm_low_rank_dgrad(grad, *weight.tensors, offsets, outer, a, layout=layout)
-    else:
-        out = dgrad(grad) + ops.grouped_linear_dgrad(outer, a, offsets)
-    return out
-
-
 def _gradient(
     grad: Tensor, hidden_states: Tensor, expert_ids: Tensor, expert_weights: Tensor, gate_up: WeightOperands,
     down: WeightOperands, gate_up_a: Tensor | None, gate_up_b: Tensor | None, down_a: Tensor | None,
@@ -111,6 +100,10 @@ def _gradient(
     if row_slot is None or offsets is None or slot_row is None:
         row_slot, offsets, slot_row = ops.moe_route(expert_ids, gate_up.codes.shape[0])
     of_hidden, of_weights, of_gate_up_a, of_gate_up_b, of_down_a, of_down_b, of_gate_up_bias, of_down_bias = needs
+    if gate_up_a is None:
+        of_gate_up_a = of_gate_up_b = False
+    if down_a is None:
+        of_down_a = of_down_b = False
     of_rows = scale_of_rows(expert_weights, row_slot)
     assert of_rows is not None
     factors = None if weight_on_input else of_rows
@@ -119,51 +112,48 @@ def _gradient(
     if down_bias is not None and of_down_bias:
         grads["down_bias"] = ops.grouped_bias_grad(grad_out, offsets, factors).to(down_bias.dtype)
     before = of_hidden or of_gate_up_a or of_gate_up_b or of_gate_up_bias or of_weights
-    of_scales, activated = of_weights and factors is not None, None
+    of_factors, activated = of_weights and not weight_on_input, None
     if before:
-        grad_rows = _dgrad(grad_out, down, down_layout, down_a, outer, offsets)
+        grad_rows = _gemm(grad_out, down, down_layout, outer, down_a, offsets, True)
         if of_down_a:
             grad_pre, grad_factors, activated = ops.swiglu_backward_and_value(
-                grad_rows, pre, factors, offsets, of_scales, **form
+                grad_rows, pre, factors, offsets, of_factors, **form
             )
         else:
             grad_pre, grad_factors = ops.scaled_activation_backward(
-                grad_rows, pre, factors, offsets, True, of_scales, **form
+                grad_rows, pre, factors, offsets, True, of_factors, **form
             )
         del grad_rows
     elif of_down_a:
         activated = ops.scaled_activation(pre, factors, offsets, **form)
     del pre
-    if down_a is not None and of_down_a:
+    if of_down_a:
         grads["down_a"] = ops.grouped_linear_wgrad(activated, outer, offsets)
-    if down_a is not None and of_down_b:
+    if of_down_b:
         grads["down_b"] = ops.grouped_linear_wgrad(of_activated, grad_out, offsets)
     del activated
     if before:
-        if of_weights and factors is not None:
+        if of_factors:
             if down_bias is not None:
                 grad_factors = grad_factors + ops.grouped_bias_scale_grad(grad_out, down_bias, offsets)
             grads["weights"] = _of_slots(grad_factors, offsets, slot_row).to(expert_weights.dtype)
         del grad_out
         if of_gate_up_bias and gate_up_bias is not None:
             grads["gate_up_bias"] = ops.grouped_bias_grad(grad_pre, offsets).to(gate_up_bias.dtype)
-        outer = None
-        if gate_up_a is not None and gate_up_b is not None:
-            outer = ops.grouped_linear_dgrad(grad_pre, gate_up_b, offsets)
-            if of_gate_up_a and not weight_on_input:
-                grads["gate_up_a"] = ops.moe_gathered_wgrad(hidden_states, row_slot, outer, offsets)
-            elif of_gate_up_a:
-                rows = gather_rows(hidden_states, row_slot)
-                rows = (rows * of_rows[:, None]).to(rows.dtype)
-                grads["gate_up_a"] = ops.grouped_linear_wgrad(rows, outer, offsets)
-            if of_gate_up_b:
-                grads["gate_up_b"] = ops.grouped_linear_wgrad(inner, grad_pre, offsets)
+        outer = None if gate_up_b is None else ops.grouped_linear_dgrad(grad_pre, gate_up_b, offsets)
+        if of_gate_up_a and weight_on_input:
+            rows = gather_rows(hidden_states, row_slot)
+            grads["gate_up_a"] = ops.grouped_linear_wgrad((rows * of_rows[:, None]).to(rows.dtype), outer, offsets)
+        elif of_gate_up_a:
+            grads["gate_up_a"] = ops.moe_gathered_wgrad(hidden_states, row_slot, outer, offsets)
+        if of_gate_up_b:
+            grads["gate_up_b"] = ops.grouped_linear_wgrad(inner, grad_pre, offsets)
         if of_hidden or (of_weights and weight_on_input):
-            grad_rows = _dgrad(grad_pre, gate_up, gate_up_layout, gate_up_a, outer, offsets)
+            grad_rows = _gemm(grad_pre, gate_up, gate_up_layout, outer, gate_up_a, offsets, True)
+            if of_weights and weight_on_input:
+                of_row = (grad_rows.float() * gather_rows(hidden_states, row_slot).float()).sum(-1)
+                grads["weights"] = _of_slots(of_row, offsets, slot_row).to(expert_weights.dtype)
             if weight_on_input:
-                if of_weights:
-                    of_row = (grad_rows.float() * gather_rows(hidden_states, row_slot).float()).sum(-1)
-                    grads["weights"] = _of_slots(of_row, offsets, slot_row).to(expert_weights.dtype)
                 grad_rows = (grad_rows * of_rows[:, None]).to(grad_rows.dtype)
             if of_hidden:
                 grads["hidden"] = ops.moe_combine(grad_rows, offsets, slot_row)
@@ -260,27 +250,3 @@ def f16a_nvfp4weight_moe_experts_lora(
 
 
 f16a_mxfp8weight_moe_experts_lora = OPERATORS["f16a_mxfp8weight_moe_experts_lora"].public
-
-
-def moe_experts_lora(
-    inputs: tuple[Tensor, Tensor, Tensor], gate_up: PackedWeight, down: PackedWeight, *rest: Tensor | None,
-    **options: Any,
-) -> Tensor:  # fmt: skip
-    """Call the operator of the weights' format, and return its first result.
-
-    Args:
-        inputs: hidden_states, expert_ids, expert_weights.
-        gate_up: (E, 2I, H).
-        down: (E, H, I), in the same format.
-        *rest: the operator's other nine tensors.
-        **options: the operator's, without the layouts.
-    """
-    adapters_and_biases, order = rest[:6], rest[6:]
-    if order[0] is None:  # the backward reads it, too
-        order = torch.ops.thunder_moe.moe_route(inputs[1], gate_up.shape[0])
-    run = getattr(torch.ops.thunder_moe, op_name_for("f16a_nvfp4weight_moe_experts_lora", gate_up.format))
-    results: tuple[Tensor, ...] = run(
-        *inputs, *operands(gate_up), *operands(down), *adapters_and_biases, *order,
-        gate_up_layout=gate_up.layout, down_layout=down.layout, **options,
-    )  # fmt: skip
-    return results[0]

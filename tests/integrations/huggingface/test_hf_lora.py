@@ -337,3 +337,14 @@ def test_broken_files_of_an_adapter_are_named(tmp_path):
     (tmp_path / lora_files.CONFIG).write_text("{")
     with pytest.raises(ValueError, match=r"adapter_config\.json: is not JSON"):
         lora_files.load_lora_(model, tmp_path)
+
+
+def test_a_home_directory_in_the_path_of_an_adapter(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    model = adapted(next(iter(ARCHITECTURES)))
+    lora_files.save_lora(model, "~/adapter")
+    assert (tmp_path / "adapter" / lora_files.WEIGHTS).is_file()
+    lora_files.load_lora_(model, "~/adapter")
+    for call in (lora_files.save_lora, lora_files.load_lora_):
+        with pytest.raises(ValueError, match=r"^path: got '~nobody-of-this-name/x', wanted the name of a user"):
+            call(model, "~nobody-of-this-name/x")

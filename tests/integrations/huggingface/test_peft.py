@@ -491,6 +491,13 @@ def test_other_tuners_are_refused():
         get_peft_model(quantized(), config)
 
 
+def test_a_home_directory_in_the_path_of_an_adapter(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    adapted().save_pretrained("~/adapter")
+    assert (tmp_path / "adapter" / "adapter_model.safetensors").is_file()
+    load_peft_model(quantized(), "~/adapter").load_adapter("~/adapter", "other")
+
+
 def test_filling_an_adapter(tmp_path):
     """It becomes the active one; merged ones, and linears that would keep what they have, are errors."""
     model = add_lora_(quantized(), 4, 8, filter=lambda module, name: name.endswith("down_proj"))

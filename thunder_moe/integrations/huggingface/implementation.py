@@ -29,8 +29,8 @@ from thunder_moe.integrations.huggingface.forms import (
 )
 from thunder_moe.nn.autocast import autocast_rows
 from thunder_moe.nn.lora import LoRALinear
+from thunder_moe.ops import experts_lora  # noqa: F401  (registers the operator)
 from thunder_moe.ops.experts import moe_experts
-from thunder_moe.ops.experts_lora import moe_experts_lora
 from thunder_moe.ops.grouped_mm import operands
 from thunder_moe.ops.operator import op_name_for
 from thunder_moe.routing import expert_of_row, gather_rows, invert, live_rows, sort_by_expert
@@ -56,7 +56,7 @@ def run_experts(
     `order` is what `moe_route` gives for the ids, where the router has left it; `adapted` the projections that have
     LoRA adapters.
     """
-    inputs = autocast_rows(inputs[0]), *inputs[1:]
+    inputs, ops = (autocast_rows(inputs[0]), *inputs[1:]), torch.ops.thunder_moe
     hidden, ids, slot_weight = inputs
     first, second = (None if linear is None or not linear.lora_active else linear for linear in adapted)
     on_input, on_output = (slot_weight, None) if form.weight_on_input else (None, slot_weight)
@@ -71,11 +71,13 @@ def run_experts(
             return moe_experts(*inputs, gate_up, down, **options)
         pairs = (None if linear is None else linear.lora_pair(hidden.dtype) for linear in (first, second))
         (a1, b1), (a2, b2) = (pair or (None, None) for pair in pairs)
-        out: Tensor = moe_experts_lora(
-            inputs, gate_up, down, a1, b1, a2, b2, gate_up_bias, down_bias, *(order or (None, None, None)), **options
-        )
+        run = getattr(ops, op_name_for("f16a_nvfp4weight_moe_experts_lora", gate_up.format))
+        out: Tensor = run(
+            *inputs, *operands(gate_up), *operands(down), a1, b1, a2, b2, gate_up_bias, down_bias,
+            *(order or ops.moe_route(ids, gate_up.shape[0])),  # the backward reads it, too
+            gate_up_layout=gate_up.layout, down_layout=down.layout, **options,
+        )[0]  # fmt: skip
         return out
-    ops = torch.ops.thunder_moe
     row_slot, offsets, slot_row = ops.moe_route(ids, gate_up.shape[0]) if order is None else order
     # Rows past the last group are undefined; zero them where other rows' gradients could meet theirs.
     live = live_rows(offsets, row_slot.shape[0])

@@ -21,9 +21,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from thunder_moe.finetune.lora import add_by_name_, lora_linears, scaling_of, use_lora_
+from thunder_moe.checkpoint.files import expand_user
+from thunder_moe.finetune.lora import add_by_name_, lora_linears, scaling_of
 from thunder_moe.integrations.huggingface.lora_files import (
     CONFIG,
+    PARTS,
     WEIGHTS,
     Adapter,
     adapters,
@@ -36,7 +38,7 @@ from thunder_moe.integrations.huggingface.lora_files import (
     set_adapter_,
     write_adapter,
 )
-from thunder_moe.integrations.huggingface.lora_targets import Target, is_named, is_of_4_bits, targets
+from thunder_moe.integrations.huggingface.lora_targets import PREFIX, Target, blocks_of, is_named, place_of, targets
 from thunder_moe.integrations.huggingface.saving import count_packed
 from thunder_moe.nn.linear import is_packed_dense
 from thunder_moe.nn.lora import LoRASpec
@@ -56,8 +58,10 @@ __all__ = ["get_peft_model", "load_peft_model"]
 
 _LOGGER = logging.getLogger("thunder_moe")
 _NOTHING = "dummy-target-modules"  # PEFT's word for a configuration that needs no module to match
-_SPLIT = (("gate_proj", "up_proj"), ("w1", "w3"))
-_DOWN = ("down_proj", "w2")
+# The weight of experts -> names of its projections in checkpoints with a tensor for each.
+_PROJECTIONS: dict[str, tuple[tuple[str, ...], ...]] = {
+    "gate_up_proj": (("gate_proj", "up_proj"), ("w1", "w3")), "down_proj": (("down_proj",), ("w2",)), "up_proj": (),
+}  # fmt: skip
 
 
 def get_peft_model(model: Any, peft_config: Any, adapter_name: str = "default") -> Any:
@@ -117,6 +121,7 @@ def load_peft_model(model: Any, path: str | Path, adapter_name: str = "default",
 
 def _read(model: Any, path: str | PathLike[Any]) -> tuple[dict[str, Adapter], dict[str, Tensor], Any]:
     """Return the adapters of 4-bit linears by their path, the other tensors and the configuration of PEFT's files."""
+    path = expand_user(path, "path")
     found, rest, _ = read_adapter(model, path)
     config = peft.PeftConfig.from_pretrained(str(path))
     _check(config)
@@ -159,7 +164,7 @@ class _WithExperts(peft.PeftModel):
                 "safe_serialization: got False, wanted True: adapters of experts are written by safetensors"
             )
         refuse_changed(self.base_model)
-        folder, embeddings = str(save_directory), save_embedding_layers
+        folder, embeddings = str(expand_user(save_directory, "save_directory")), save_embedding_layers
         super().save_pretrained(folder, True, selected_adapters, embeddings, is_main_process, *args, **kwargs)
         for name in selected_adapters or list(self.peft_config) if is_main_process else ():
             _complete(self.get_base_model(), Path(folder, "" if name == "default" else name), name, per_expert)
@@ -194,17 +199,16 @@ class _WithExperts(peft.PeftModel):
     def disable_adapter(self) -> Iterator[None]:
         """Compute without adapters, in 4-bit layers, too."""
         refuse_changed(self.base_model)
-        linears = lora_linears(self)
-        active = {name: linear.lora_active for name, linear in linears.items()}
+        active = {linear: linear.lora_active for linear in lora_linears(self).values()}
+        peft_has_any = any(isinstance(module, BaseTunerLayer) for module in self.modules())
         try:
-            if linears:
-                use_lora_(self, None)
-            peft_has_any = any(isinstance(module, BaseTunerLayer) for module in self.modules())
+            for linear in active:
+                linear.lora_active = ()
             with super().disable_adapter() if peft_has_any else nullcontext():
                 yield
         finally:
-            for name, linear in linears.items():
-                linear.lora_active = active[name]
+            for linear, names in active.items():
+                linear.lora_active = names
 
 
 _OF_PEFT: set[Any] = {peft.PeftModel, *peft.MODEL_TYPE_TO_PEFT_MODEL_MAPPING.values()}
@@ -233,43 +237,46 @@ def _check(config: Any) -> None:
         raise ValueError(f"peft_config.init_lora_weights: got {init!r}, wanted True or 'gaussian' for experts")
 
 
-def _chosen(model: nn.Module, config: Any) -> list[tuple[Target, int, float, bool]]:
-    """Return the linears that a configuration names, with rank, alpha and whether gate and up are apart."""
+def _chosen(model: nn.Module, config: Any) -> dict[Target, LoRASpec]:
+    """Return the linears that a configuration names, and the adapter that each gets."""
     _refuse_saved(model, config)
     config = _as_peft_reads(model, config)
-    found: list[tuple[Target, int, float, bool]] = []
+    found: dict[Target, LoRASpec] = {}
     for target in targets(model):
-        if not _in_layers(target.path, config):
-            continue
-        if not target.experts:
-            if _is_module(target.name, config, target.linear, model):
-                found.append((target, *rank_and_alpha(config, target.name), False))
-            continue
-        if is_named(target.name, config.target_parameters) or _is_module(target.path, config):
-            found.append((target, *rank_and_alpha(config, target.name), False))
-            continue
-        down = target.is_down
-        for parts in [(name,) for name in _DOWN] if down else [] if target.name.endswith(".up_proj") else _SPLIT:
-            names = [f"{target.experts}.{at}.{name}" for at in range(target.linear.num_experts) for name in parts]
-            hits = [name for name in names if _is_module(name, config)]
-            if not hits:
-                continue
-            if len(hits) < len(names):
-                raise ValueError(
-                    f"peft_config.target_modules: got {config.target_modules}, which names {len(hits)} of"
-                    f" {len(names)} projections of {target.experts}, wanted both of gate_proj and up_proj (w1 and w3),"
-                    " which have one weight, of all experts"
-                )
-            numbers = {rank_and_alpha(config, name) for name in names}
-            if len(numbers) > 1:
-                raise ValueError(
-                    f"peft_config: rank_pattern={config.rank_pattern} and alpha_pattern={config.alpha_pattern} give"
-                    f" {' and '.join(parts)} of {target.experts} several (rank, alpha), {sorted(numbers)}, wanted one"
-                    " for all experts, and for gate_proj and up_proj"
-                )
-            found.append((target, *numbers.pop(), not down))
-            break
+        names = _names(model, target, config) if _in_layers(target.path, config) else []
+        numbers = {rank_and_alpha(vars(config), name) for name in names}
+        if len(numbers) > 1:
+            parts = dict.fromkeys(name.rpartition(".")[2] for name in names)
+            raise ValueError(
+                f"peft_config: rank_pattern={config.rank_pattern} and alpha_pattern={config.alpha_pattern} give"
+                f" {' and '.join(parts)} of {target.experts} several (rank, alpha), {sorted(numbers)}, wanted one for"
+                " all experts, and for gate_proj and up_proj"
+            )
+        for rank, alpha in numbers:
+            apart = names != [target.name] and not target.is_down
+            scaling = scaling_of(rank, alpha, config.use_rslora)
+            found[target] = LoRASpec(rank, scaling, config.lora_dropout, 2 if apart else 1)
     return found
+
+
+def _names(model: nn.Module, target: Target, config: Any) -> list[str]:
+    """Return the names of a linear that a configuration has: its own, or one of each expert and projection."""
+    if not target.experts:
+        return [target.name] if _is_module(target.name, config, target.linear, model) else []
+    if is_named(target.name, config.target_parameters) or _is_module(target.path, config):
+        return [target.name]
+    for parts in _PROJECTIONS[target.name.rpartition(".")[2]]:
+        names = [f"{target.experts}.{at}.{name}" for at in range(target.num_experts) for name in parts]
+        hits = sum(_is_module(name, config) for name in names)
+        if 0 < hits < len(names):
+            raise ValueError(
+                f"peft_config.target_modules: got {config.target_modules}, which names {hits} of {len(names)}"
+                f" projections of {target.experts}, wanted both of gate_proj and up_proj (w1 and w3), which have one"
+                " weight, of all experts"
+            )
+        if hits:
+            return names
+    return []
 
 
 def _is_all_linear(config: Any) -> bool:
@@ -310,24 +317,18 @@ def _is_module(key: str, config: Any, layer: Any = None, model: Any = None) -> b
 
 
 def _in_layers(experts: str, config: Any) -> bool:
-    layers = getattr(config, "layers_to_transform", None)
-    if layers is None:
-        return True
-    number = re.search(r"\.(\d+)\.", experts)
-    return number is not None and int(number[1]) in ([layers] if isinstance(layers, int) else layers)
+    layers, number = config.layers_to_transform, re.search(r"\.(\d+)\.", experts)
+    wanted = [layers] if isinstance(layers, int) else layers
+    return wanted is None or (number is not None and int(number[1]) in wanted)
 
 
 @torch.no_grad()
-def _add(model: Any, chosen: list[tuple[Target, int, float, bool]], config: Any, adapter: str) -> None:
-    specs = {
-        target.path: LoRASpec(rank, scaling_of(rank, alpha, config.use_rslora), config.lora_dropout, 1 + split)
-        for target, rank, alpha, split in chosen
-    }
-    if specs:
-        add_by_name_(model, specs, adapter)
+def _add(model: Any, chosen: dict[Target, LoRASpec], config: Any, adapter: str) -> None:
+    if chosen:
+        add_by_name_(model, {target.path: spec for target, spec in chosen.items()}, adapter)
     if config.init_lora_weights == "gaussian":
-        for target, rank, _, _ in chosen:
-            target.linear.lora_A[adapter].normal_(std=1 / rank)
+        for target, spec in chosen.items():
+            target.linear.lora_A[adapter].normal_(std=1 / spec.rank)
 
 
 def _rest(model: nn.Module, config: Any, tensors: dict[str, Tensor] | None = None) -> Any:
@@ -358,7 +359,7 @@ def _rest(model: nn.Module, config: Any, tensors: dict[str, Tensor] | None = Non
     ]  # fmt: skip
     if parameters:
         rest.target_parameters = parameters
-    if any(rank_and_alpha(read, name) != rank_and_alpha(config, name) for name in parameters):
+    if any(rank_and_alpha(vars(read), name) != rank_and_alpha(vars(config), name) for name in parameters):
         rest.rank_pattern, rest.alpha_pattern = read.rank_pattern, read.alpha_pattern
     rest.left_out_on_purpose = True  # for `refuse_left_out`
     return rest
@@ -369,7 +370,11 @@ def _rest(model: nn.Module, config: Any, tensors: dict[str, Tensor] | None = Non
 
 def _complete(model: nn.Module, folder: Path, adapter: str, per_expert: bool) -> None:
     """Put the adapters of 4-bit layers into files that PEFT has written, in the place of what it took them for."""
-    tensors = {key: value for key, value in load_file(folder / WEIGHTS).items() if not is_of_4_bits(model, key)}
+    blocks = blocks_of(model)
+    tensors = {
+        key: value for key, value in load_file(folder / WEIGHTS).items()
+        if place_of(key.removeprefix(PREFIX), blocks)[0] is None
+    }  # fmt: skip
     config = json.loads((folder / CONFIG).read_text())
     chosen = adapters(model, adapter)
     if chosen:
@@ -377,8 +382,8 @@ def _complete(model: nn.Module, folder: Path, adapter: str, per_expert: bool) ->
         tensors |= own
         nothing = config.get("target_modules") == _NOTHING
         if nothing and not config.get("target_parameters"):
-            config |= {name: ours[name] for name in ("r", "lora_alpha", "use_rslora", "target_modules")}
-            config |= {name: ours[name] for name in ("rank_pattern", "alpha_pattern", "target_parameters")}
+            names = ("r", "lora_alpha", "use_rslora", "target_modules", "target_parameters")
+            config |= {name: ours[name] for name in (*names, "rank_pattern", "alpha_pattern")}
         else:  # where the experts' numbers are others, they are in the patterns
             if config.get("use_rslora"):
                 alphas = {name: alpha / ranks[name] ** 0.5 for name, alpha in alphas.items()}
@@ -392,7 +397,7 @@ def _complete(model: nn.Module, folder: Path, adapter: str, per_expert: bool) ->
         config["lora_dropout"] = 0.0  # PEFT has none for parameters
     write_adapter(folder, tensors, config)
     dense = (target.name for target, _ in chosen if not target.experts)
-    lost = [name for name in dense if name.rpartition(".")[2] in (*_SPLIT[0], *_SPLIT[1], *_DOWN)]
+    lost = [name for name in dense if name.rpartition(".")[2] in PARTS]
     if lost and _as_peft_reads(model, peft.LoraConfig(target_modules="all-linear")).target_parameters:
         _LOGGER.warning(
             "%s: PEFT takes the names of %s and others for those of experts and leaves their adapters out on the 16-bit"

@@ -14,16 +14,16 @@ import json
 import os
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from thunder_moe.checkpoint.files import read_json
+from thunder_moe.checkpoint.files import expand_user, read_json
 from thunder_moe.finetune.lora import (
     DTYPES,
     add_by_name_,
@@ -31,17 +31,19 @@ from thunder_moe.finetune.lora import (
     lora_linears,
     refuse_merged,
     scaling_of,
+    shapes_of,
     use_lora_,
 )
 from thunder_moe.formats.gate_up import deinterleave, interleave
 from thunder_moe.integrations.huggingface.checkpoint_names import expert_source
 from thunder_moe.integrations.huggingface.lora_targets import PREFIX, Target, blocks_of, is_named, place_of, targets
 from thunder_moe.integrations.huggingface.sharding import refuse_part
-from thunder_moe.nn.lora import LoRALinear, LoRASpec
+from thunder_moe.nn.lora import LoRALinear, LoRASpec, in_blocks
 from thunder_moe.scratch import move_files, remove_leftovers, scratch_directory
 
 __all__ = [
     "CONFIG",
+    "PARTS",
     "WEIGHTS",
     "Adapter",
     "adapters",
@@ -65,19 +67,16 @@ _FOREIGN = (
 )  # fmt: skip
 _OTHER_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")  # initializations that change the model's weights
 _ANY = "#"  # stands for the number of an expert
-_PARTS = {"gate_proj": 0, "up_proj": 1, "down_proj": 2, "w1": 0, "w3": 1, "w2": 2}
+PARTS = {"gate_proj": 0, "up_proj": 1, "down_proj": 2, "w1": 0, "w3": 1, "w2": 2}
 _LORA = re.compile(r"\.lora_([AB])(?:\.[^.]+)?(?:\.weight)?$")
 
 
-@dataclass
-class Adapter:
+class Adapter(NamedTuple):
     """The adapter of a target, in the order of rows that our weights have: A (E, P r, K), B (E, N, r)."""
 
     a: Tensor
     b: Tensor
-    rank: int
-    scaling: float
-    parts: int = 1
+    spec: LoRASpec
 
 
 def save_lora(
@@ -106,7 +105,7 @@ def save_lora(
         raise ValueError(
             f"adapter: got {adapter!r}, which no experts of transformers' models in {type(model).__name__} have"
         )
-    path = Path(path).expanduser()
+    path = expand_user(path, "path")
     path.mkdir(parents=True, exist_ok=True)
     tensors, own, *_ = encode(model, chosen, per_expert)
     write_adapter(path, tensors, own | (config or {}))
@@ -120,9 +119,9 @@ def encode(
     tensors: dict[str, Tensor] = {}
     ranks: dict[str, int] = {}
     alphas: dict[str, float] = {}
-    for name, key, a, b, rank, scaling in _encode_per_expert(model, chosen) if per_expert else _encode(chosen):
+    for name, key, (a, b, spec) in _encode_per_expert(model, chosen) if per_expert else _encode(chosen):
         tensors |= {f"{PREFIX}{name}.lora_A.weight": a.contiguous(), f"{PREFIX}{name}.lora_B.weight": b.contiguous()}
-        ranks[key], alphas[key] = rank, rank * scaling
+        ranks[key], alphas[key] = spec.rank, spec.rank * spec.scaling
     dense = {target.name for target, _ in chosen if not target.experts}
     modules = [name for name in ranks if per_expert or name in dense]
     return tensors, _config(model, ranks, alphas, modules), ranks, alphas
@@ -189,17 +188,14 @@ def set_adapter_(
         linear: Any = model.get_submodule(path)
         if isinstance(linear, LoRALinear) and adapter in linear.lora_specs:
             spec, shapes = linear.lora_specs[adapter], (linear.lora_A[adapter].shape, linear.lora_B[adapter].shape)
-            if spec.parts == 1 and new.parts == 2 and spec.rank == 2 * new.rank:
+            if spec.parts == 1 and new.spec.parts == 2 and spec.rank == 2 * new.spec.rank:
                 new = _joined(new)
-            if (spec.rank, spec.parts) != (new.rank, new.parts):
-                raise ValueError(
-                    f"{path}: got an adapter of rank {new.rank} x {new.parts}, wanted {spec.rank} x {spec.parts}"
-                )
+            if (spec.rank, spec.parts) != (new.spec.rank, new.spec.parts):
+                got = f"{new.spec.rank} x {new.spec.parts}"
+                raise ValueError(f"{path}: got an adapter of rank {got}, wanted {spec.rank} x {spec.parts}")
         else:
-            experts, inputs, outputs = getattr(linear, "num_experts", 1), linear.in_features, linear.out_features
-            shapes = (experts, new.parts * new.rank, inputs), (experts, outputs, new.rank)
-            missing[path] = LoRASpec(new.rank, new.scaling, dropout, new.parts)
-        for name, value, shape in zip("AB", (new.a, new.b), shapes, strict=True):
+            missing[path], shapes = replace(new.spec, dropout=dropout), shapes_of(linear, new.spec)
+        for name, value, shape in zip("AB", new[:2], shapes, strict=True):
             if value.shape != shape:
                 raise ValueError(f"{path}.lora_{name}: got shape {tuple(value.shape)}, wanted {tuple(shape)}")
         ready[path] = new
@@ -211,7 +207,7 @@ def set_adapter_(
         for path, new in ready.items():
             linear = model.get_submodule(path)
             linear.lora_A[adapter].copy_(new.a)
-            linear.lora_B[adapter].copy_(new.b * (new.scaling / linear.lora_specs[adapter].scaling))
+            linear.lora_B[adapter].copy_(new.b * (new.spec.scaling / linear.lora_specs[adapter].scaling))
 
 
 def read_adapter(
@@ -223,7 +219,7 @@ def read_adapter(
         ValueError: as `load_lora_`, but for other tensors, and for none of 4-bit linears (`no_adapter`).
     """
     refuse_part(model, "whose layers are whole, as an adapter's files are: add_lora_(model, ...) adds one for training")
-    path = Path(path).expanduser()
+    path = expand_user(path, "path")
     config = read_json(path / CONFIG)
     refuse_foreign(config, f"path: {path / CONFIG}")
     if str(config.get("init_lora_weights")).lower().startswith(_OTHER_BASE):
@@ -285,21 +281,21 @@ def no_adapter(model: nn.Module, path: str | os.PathLike[Any], tensors: Mapping[
 # ---- as PEFT: A (E * r, K), B (N, r * E) of each parameter, whose wrappers are nested
 
 
-# What an encoding yields: module in the file, its name in the configuration, A and B as matrices, rank, scaling.
-_Encoded = Iterator[tuple[str, str, Tensor, Tensor, int, float]]
+# What an encoding yields: module in the file, its name in the configuration, the adapter with matrices as A and B.
+_Encoded = Iterator[tuple[str, str, Adapter]]
 
 
 def _encode(chosen: list[tuple[Target, Adapter]]) -> _Encoded:
-    by_module: dict[str, list[tuple[Target, Adapter]]] = {}
+    by_block: dict[str, list[tuple[Target, Adapter]]] = {}
     for target, adapter in chosen:
-        by_module.setdefault(target.block, []).append((target, adapter))
-    for block, wrapped in by_module.items():
+        by_block.setdefault(target.block, []).append((target, adapter))
+    for block, wrapped in by_block.items():
         for depth, (target, adapter) in enumerate(reversed(wrapped)):
-            joined = _joined(adapter)
-            a, b = joined.a, interleave(joined.b) if target.interleaved else joined.b
+            a, b, spec = _joined(adapter)
+            b = interleave(b) if target.interleaved else b
             a, b = (b.transpose(1, 2), a.transpose(1, 2)) if target.swapped else (a, b)
             a, b = a.reshape(-1, a.shape[2]), b.permute(1, 2, 0).reshape(b.shape[1], -1)
-            yield block + ".base_layer" * depth, target.name, a, b, joined.rank, joined.scaling
+            yield block + ".base_layer" * depth, target.name, Adapter(a, b, spec)
 
 
 def _decode(
@@ -326,48 +322,42 @@ def _decode(
     for depth, target in zip(depths, reversed(wrapped), strict=True):
         inside, experts = ".".join(["base_layer"] * depth), target.num_experts
         a, b = given[inside, "A"], given[inside, "B"]
-        rank, scaling = _rank_and_scaling(config, target.name)
-        if a.shape[0] != rank * experts or b.shape[1] != rank * experts:
+        spec = _spec(config, target.name)
+        if not a.shape[0] == b.shape[1] == spec.rank * experts:
             raise ValueError(
                 f"path: {target.name} has adapters {tuple(a.shape)} and {tuple(b.shape)}, wanted {experts} experts of"
-                f" rank {rank}"
+                f" rank {spec.rank}"
             )
-        a, b = a.reshape(experts, rank, -1), b.reshape(b.shape[0], rank, experts).permute(2, 0, 1)
+        a, b = a.reshape(experts, spec.rank, -1), b.reshape(b.shape[0], spec.rank, experts).permute(2, 0, 1)
         a, b = (b.transpose(1, 2), a.transpose(1, 2)) if target.swapped else (a, b)
         b = deinterleave(b.contiguous()) if target.interleaved else b
-        yield target, Adapter(a.contiguous(), b.contiguous(), rank, scaling)
+        yield target, Adapter(a.contiguous(), b.contiguous(), spec)
 
 
 # ---- one adapter per expert and projection
 
 
 def _encode_per_expert(model: Any, chosen: list[tuple[Target, Adapter]]) -> _Encoded:
-    for target, adapter in _with_zeros(model, chosen):
-        if target.module is None:
+    own = {target.path: adapter for target, adapter in chosen}
+    blocks = {target.experts: adapter for target, adapter in chosen if target.experts}
+    for target in targets(model):
+        adapter, like = own.get(target.path), blocks.get(target.experts)
+        if target.module is None and adapter is not None:
             yield from _encode([(target, adapter)])
+        if target.module is None or like is None:
             continue
         if not target.module.form.gated:
             raise ValueError(f"per_expert: got experts without a gate ({target.experts}), wanted per_expert=False")
+        if adapter is None:  # zeros
+            spec = replace(like.spec, parts=1)
+            a, b = map(like.a.new_zeros, shapes_of(target.linear, spec))
+            adapter = Adapter(a, b, spec)
         path, layout = expert_source(model, target.experts, target.module.form)
         names = layout.projections[2:] if target.is_down else layout.projections[:2]
-        rows, columns = adapter.b.chunk(len(names), 1), adapter.a.chunk(adapter.parts, 1)
+        rows, columns = adapter.b.chunk(len(names), 1), adapter.a.chunk(adapter.spec.parts, 1)
         for at, name in enumerate(names):
-            for expert, (a, b) in enumerate(zip(columns[at % adapter.parts], rows[at], strict=True)):
-                key = f"{path}.{_ANY}.{name}"
-                yield f"{path}.{expert}.{name}", key, a.clone(), b.clone(), adapter.rank, adapter.scaling
-
-
-def _with_zeros(model: nn.Module, chosen: list[tuple[Target, Adapter]]) -> Iterator[tuple[Target, Adapter]]:
-    """Yield the adapters, and zeros of the same rank for the other linear of a block that has one alone."""
-    adapters = {target.path: adapter for target, adapter in chosen}
-    blocks = {target.experts: adapter for target, adapter in chosen if target.experts}
-    for target in targets(model):
-        if (own := adapters.get(target.path)) is not None:
-            yield target, own
-        elif (like := blocks.get(target.experts)) is not None:
-            a = like.a.new_zeros(target.num_experts, like.rank, target.linear.in_features)
-            b = like.a.new_zeros(target.num_experts, target.linear.out_features, like.rank)
-            yield target, Adapter(a, b, like.rank, like.scaling)
+            for expert, (a, b) in enumerate(zip(columns[at % adapter.spec.parts], rows[at], strict=True)):
+                yield f"{path}.{expert}.{name}", f"{path}.{_ANY}.{name}", Adapter(a.clone(), b.clone(), adapter.spec)
 
 
 def _decode_per_expert(
@@ -378,37 +368,34 @@ def _decode_per_expert(
     names: dict[int, str] = {}
     for (inside, each), tensor in given.items():
         expert, _, name = inside.partition(".")
-        if name not in _PARTS:
-            raise ValueError(f"path: {block} has an adapter of {inside!r}, wanted one of {tuple(_PARTS)}")
-        by_expert = tensors.setdefault((_PARTS[name], each), {})
+        if name not in PARTS:
+            raise ValueError(f"path: {block} has an adapter of {inside!r}, wanted one of {tuple(PARTS)}")
+        by_expert = tensors.setdefault((PARTS[name], each), {})
         if int(expert) in by_expert:
             raise ValueError(f"path: {block} has two tensors lora_{each} of {inside}, under two names, wanted one")
-        by_expert[int(expert)], names[_PARTS[name]] = tensor, name
+        by_expert[int(expert)], names[PARTS[name]] = tensor, name
     if (0 in names) != (1 in names):
         raise ValueError(f"path: {block} has an adapter of gate_proj or up_proj alone, wanted both or neither")
     found: dict[int, Adapter] = {}
     for part, name in names.items():
-        rank, scaling = _rank_and_scaling(config, f"{place}.0.{name}")
-        pair = []
-        for each in "AB":
-            by_expert = tensors[part, each]
-            if sorted(by_expert) != list(range(experts)):
-                count = len(by_expert)
-                raise ValueError(f"path: {block} has adapters of {count} of the {experts} experts, wanted all")
-            pair.append(torch.stack([by_expert[expert] for expert in range(experts)]))
-        a, b = pair
-        if (a.shape[1], b.shape[2]) != (rank, rank):
+        if sorted(tensors[part, "A"]) != list(range(experts)):
+            count = len(tensors[part, "A"])
+            raise ValueError(f"path: {block} has adapters of {count} of the {experts} experts, wanted all")
+        a, b = (torch.stack([tensors[part, each][expert] for expert in range(experts)]) for each in "AB")
+        spec = _spec(config, f"{place}.0.{name}")
+        if not a.shape[1] == b.shape[2] == spec.rank:
             raise ValueError(
-                f"path: {block} has adapters {tuple(a.shape)} and {tuple(b.shape)} of {name}, wanted rank {rank}, that"
-                f" of {CONFIG}"
+                f"path: {block} has adapters {tuple(a.shape)} and {tuple(b.shape)} of {name}, wanted rank {spec.rank},"
+                f" that of {CONFIG}"
             )
-        found[part] = Adapter(a, b, rank, scaling)
+        found[part] = Adapter(a, b, spec)
     if 0 in found:
         gate, up = found[0], found[1]
-        if gate.rank != up.rank:
-            raise ValueError(f"path: {block} has gate_proj of rank {gate.rank}, up_proj of {up.rank}, wanted one")
-        b = torch.cat([gate.b, up.b * (up.scaling / gate.scaling)], 1)
-        yield own[0], Adapter(torch.cat([gate.a, up.a], 1), b, gate.rank, gate.scaling, 2)
+        rank, scaling = gate.spec.rank, gate.spec.scaling
+        if rank != up.spec.rank:
+            raise ValueError(f"path: {block} has gate_proj of rank {rank}, up_proj of {up.spec.rank}, wanted one")
+        b = torch.cat([gate.b, up.b * (up.spec.scaling / scaling)], 1)
+        yield own[0], Adapter(torch.cat([gate.a, up.a], 1), b, replace(gate.spec, parts=2))
     if 2 in found:
         yield own[1], found[2]
 
@@ -430,17 +417,14 @@ def adapters(model: nn.Module, adapter: str) -> list[tuple[Target, Adapter]]:
             continue
         refuse_merged({target.path: linear})
         a, b = (each[adapter].detach().expand(linear.num_experts, -1, -1) for each in (linear.lora_A, linear.lora_B))
-        found.append((target, Adapter(a, b, spec.rank, spec.scaling, spec.parts)))
+        found.append((target, Adapter(a, b, spec)))
     return found
 
 
 def _joined(adapter: Adapter) -> Adapter:
     """Return the adapter as one part: of two, A's rows one after the other, and B in blocks."""
-    if adapter.parts == 1:
-        return adapter
-    gate, up = adapter.b.chunk(2, 1)
-    b = torch.cat([torch.cat([gate, torch.zeros_like(gate)], 2), torch.cat([torch.zeros_like(up), up], 2)], 1)
-    return Adapter(adapter.a, b, 2 * adapter.rank, adapter.scaling)
+    a, b, spec = adapter
+    return adapter if spec.parts == 1 else Adapter(a, in_blocks(b), LoRASpec(2 * spec.rank, spec.scaling))
 
 
 def _config(model: Any, ranks: dict[str, int], alphas: dict[str, float], modules: list[str]) -> dict[str, Any]:
@@ -477,23 +461,19 @@ def _suffix(name: str) -> str:
     return ".".join(name.split(".")[-3:])
 
 
-def rank_and_alpha(config: Any, name: str) -> tuple[Any, Any]:
+def rank_and_alpha(config: Mapping[str, Any], name: str) -> tuple[Any, Any]:
     """Return the rank and alpha of a module by its name, as PEFT finds them in the patterns of a configuration."""
-    config = config if isinstance(config, Mapping) else vars(config)
 
     def of(pattern: Mapping[str, Any] | None, default: Any) -> Any:
         return next((value for key, value in (pattern or {}).items() if re.match(rf"(.*\.)?({key})$", name)), default)
 
-    return (
-        of(config.get("rank_pattern"), config["r"]),
-        of(config.get("alpha_pattern"), config["lora_alpha"]),
-    )
+    return of(config.get("rank_pattern"), config["r"]), of(config.get("alpha_pattern"), config["lora_alpha"])
 
 
-def _rank_and_scaling(config: dict[str, Any], name: str) -> tuple[int, float]:
+def _spec(config: dict[str, Any], name: str) -> LoRASpec:
     try:
         rank, alpha = rank_and_alpha(config, name)
-        return int(rank), scaling_of(int(rank), float(alpha), bool(config.get("use_rslora")))
+        return LoRASpec(int(rank), scaling_of(int(rank), float(alpha), bool(config.get("use_rslora"))))
     except (AttributeError, KeyError, TypeError, ValueError, re.error) as error:
         raise ValueError(
             f"path: {CONFIG} has no valid r and lora_alpha, or rank_pattern and alpha_pattern, for {name} ({error})"

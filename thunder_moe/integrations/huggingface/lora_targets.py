@@ -14,7 +14,7 @@ from thunder_moe.finetune.lora import lora_linears
 from thunder_moe.integrations.huggingface.experts import NVFP4Experts
 from thunder_moe.nn.linear import is_packed_dense
 
-__all__ = ["PREFIX", "Target", "blocks_of", "is_named", "is_of_4_bits", "place_of", "refuse_left_out", "targets"]
+__all__ = ["PREFIX", "Target", "blocks_of", "is_named", "place_of", "refuse_left_out", "targets"]
 
 PREFIX = "base_model.model."  # of a PeftModel's names
 
@@ -75,11 +75,6 @@ def targets(model: nn.Module) -> list[Target]:
 def is_named(key: str, names: Any) -> bool:
     """True if PEFT's rule for lists takes a name: it is one of them, or ends with one behind a dot."""
     return any(key == name or key.endswith(f".{name}") for name in names or ())
-
-
-def is_of_4_bits(model: nn.Module, key: str) -> bool:
-    """True if a key of PEFT's state dicts is of a block of 4-bit experts or of a 4-bit dense layer."""
-    return place_of(key.removeprefix(PREFIX), blocks_of(model))[0] is not None
 
 
 def blocks_of(model: nn.Module) -> dict[str, list[Target]]:

@@ -119,13 +119,13 @@ class TunerWithExperts(LoraModel):
         adapter_names: list[str] | None = None,
     ) -> Any:  # fmt: skip
         """Run `merge_and_unload` or `unload`: adapters of 4-bit layers are merged into their weights, or removed."""
+        linears = lora_linears(self.model)
         if merge:
-            refuse_merged(lora_linears(self.model))
+            refuse_merged(linears)
         else:
             refuse_changed(self)
-        if not merge and lora_linears(self.model):
             merged = [name for name, each in self.model.named_modules() if getattr(each, "merged_adapters", None)]
-            if merged:
+            if linears and merged:
                 raise ValueError(
                     f"unload: got {merged[0]!r} with its adapters merged, while those of experts would go; wanted"
                     " merge_and_unload, or unmerge_adapter first"
@@ -137,7 +137,7 @@ class TunerWithExperts(LoraModel):
                 "merged %s into quantized weights, whose rounding is up to %.2g times what they add;"
                 " merge_lora_(model, dequantize=True) merges into 16 bits", names, max(errors.values()),
             )  # fmt: skip
-        if lora_linears(self.model):
+        if linears:
             remove_lora_(self.model)
         return super()._unload_and_optionally_merge(merge, progressbar, safe_merge, adapter_names)
 
