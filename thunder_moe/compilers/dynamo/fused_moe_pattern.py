@@ -74,7 +74,8 @@ def find_fused_moe(scope: Scope, blocks: list[SwiGLU], sites: list[Site]) -> lis
     downs = {behind(site.operands[0], "cast"): site for site in sites if _is_plain(site)}
     found = []
     for block in blocks:
-        down, plain = block.down or downs.get(block.product), all(map(_is_plain, block.sites))
+        down: Any = block.down or downs.get(block.product)
+        plain = all(map(_is_plain, block.sites))
         with contextlib.suppress(MismatchError):
             if isinstance(down, GatheredBmmSite):
                 found.append(_Matcher(scope, block, down).match_gathered())

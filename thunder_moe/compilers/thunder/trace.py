@@ -22,8 +22,9 @@ from thunder.core.trace import TraceCtx
 
 from thunder_moe.compilers.eligibility import swaps_last_dims
 from thunder_moe.compilers.safety import Program, Step
-from thunder_moe.compilers.spellings import SYMBOLS, Spelling
+from thunder_moe.compilers.spellings import SYMBOLS, TARGETS, Spelling
 from thunder_moe.compilers.thunder.symbols import EXECUTOR
+from thunder_moe.compilers.thunder.training_symbols import scaled_activation
 
 __all__ = ["ARGUMENTS", "Computation", "is_view", "leaves", "names_read", "spelled"]
 
@@ -65,7 +66,9 @@ _SPELLINGS: dict[Hashable, Spelling] = {
     symbol.id: SYMBOLS[symbol.name]
     for symbol in (*(getattr(ltorch, name, None) for name in SYMBOLS), *ltorch._torch_to_thunder_function_map.values())
     if isinstance(symbol, Symbol) and symbol.name in SYMBOLS
-} | {PrimIDs.CONVERT_ELEMENT_TYPE: SYMBOLS["to"]}
+}
+_SPELLINGS[PrimIDs.CONVERT_ELEMENT_TYPE] = SYMBOLS["to"]
+_SPELLINGS[scaled_activation.id] = TARGETS[torch.ops.thunder_moe.scaled_activation]
 
 
 class Computation:
