@@ -5,7 +5,7 @@ swiglu.py for what a SwiGLU looks like.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,7 +22,7 @@ from thunder_moe.compilers.spellings import column_part
 from thunder_moe.compilers.swiglu import Gemm, SwiGLU
 from thunder_moe.compilers.thunder import nvfuser
 from thunder_moe.compilers.thunder.symbols import grouped_mm
-from thunder_moe.compilers.thunder.trace import ARGUMENTS, Computation, spelled
+from thunder_moe.compilers.thunder.trace import Computation, spelled
 from thunder_moe.compilers.thunder.training_symbols import activated_linear, grouped_bias
 from thunder_moe.ops.operator import OPERATORS
 
@@ -165,17 +165,11 @@ class _Graph:
         return whole, column_part(shape[-1], starts[-1], ends[-1], steps[-1]), {self.maker(tensor)}
 
     def reason_against_fusing(self, block: SwiGLU) -> str | None:
-        computation = self.computation
-        rows, _, offsets = (tensor.name for tensor in block.sites[0].operands)
-        saved: dict[Hashable, str] = {computation.storage(rows): "the tensor of rows"}
-        saved[computation.storage(offsets)] = "the tensor of offsets"
-        storages = dict(saved)
-        if ARGUMENTS in computation.memory(rows) | computation.memory(offsets):
-            storages[ARGUMENTS] = "what may share memory with the rows or the offsets"
-        handed = (proxy for at in block.replaced - {block.product} for proxy in self.symbols[at].flat_proxy_outs)
-        storages |= {computation.storage(proxy.name): "the output of a GEMM" for proxy in handed}
-        kept = saved if computation.program.steps[block.product].grad_enabled else None
-        return computation.program.reason_against_fusing(block.replaced, storages, kept)
+        rows, _, offsets = block.sites[0].operands
+        read = {"the tensor of rows": rows, "the tensor of offsets": offsets}
+        made = {"the output of a GEMM": block.replaced - {block.product}}
+        saved = read if self.computation.program.steps[block.product].grad_enabled else ()
+        return self.computation.reason_against_fusing(block.replaced, read, made, saved)
 
 
 def find_swiglu(computation: Computation, sites: list[Site]) -> list[SwiGLU]:
