@@ -270,21 +270,17 @@ class _Matcher:
 
     def checked(self) -> FusedMoE:
         found, scope = self.found, self.scope
-        tokens, total, weights, ids = (
-            value_of(node) for node in (found.operands[0], found.total, found.operands[2], found.operands[1])
-        )  # fmt: skip
+        tokens, ids, weights = map(value_of, found.operands)
         require(isinstance(tokens, Tensor) and tokens.ndim == 2 and weights.ndim == 1)
-        require(same(tokens.shape[0], total.shape[0]))
+        require(same(tokens.shape[0], value_of(found.total).shape[0]))
         require(same(ids.shape[0], tokens.shape[0] * found.top_k))
         require(same(weights.shape[0], ids.shape[0]))
         require(tokens.dtype == found.down.gemm.activation_dtype and ids.dtype in _INTEGERS)
         require(weights.dtype in (torch.bfloat16, torch.float16, torch.float32))
         require(reason_against_ids(scope, found.operands[1], found.ids, self.experts) is None)
         found.nodes |= found.first.replaced
-        members: list[Any] = list(found.nodes)
-        for node in members:  # in place: seen by nobody else
-            if is_in_place(node):
-                require(set(node.args[0].users) <= found.nodes)
+        in_place: list[Any] = [node for node in found.nodes if is_in_place(node)]
+        require(all(set(node.args[0].users) <= found.nodes for node in in_place))
         reason = scope.reason_against_fusing(
             found.nodes,
             found.total,
