@@ -79,10 +79,11 @@ def find_all_experts_bmm(scope: Scope, weights: Weights) -> tuple[list[AllExpert
         (first,) = swiglu.sites
         declined = (f"{site.gemm.weight}: {site.reason}" for site in (first, second) if site.reason is not None)
         reason = next(declined, None)
-        try:
-            blocks += [] if reason else [_block(first, second, swiglu.replaced)]
-        except MismatchError as difference:
-            reason = f"{_DENSE}: {difference}"
+        if reason is None:
+            try:
+                blocks.append(_block(first, second, swiglu.replaced))
+            except MismatchError as difference:
+                reason = f"{_DENSE}: {difference}"
         reasons |= dict.fromkeys((first.node, second.node), reason)
     return blocks, [replace(site, reason=reasons[node]) if reasons[node] else site for node, site in sites.items()]
 

@@ -95,12 +95,10 @@ class NVFP4Rewrite(Transform):
         with tracectx(trace):
             calls: list[Site | SwiGLU] = [*blocks, *(site for site in eligible if site not in fused)]
             for call in calls:
-                called, replaced = (
-                    (call.sites, call.replaced) if isinstance(call, SwiGLU) else ((call,), (call.position,))
-                )
-                new, route = _replace(packs, call, computation, max(replaced))
-                replacements |= {at: new if at == max(replaced) else [] for at in replaced}
-                routes |= dict.fromkeys(called, route)
+                replaced = sorted(call.replaced) if isinstance(call, SwiGLU) else [call.position]
+                new, route = _replace(packs, call, computation, replaced[-1])
+                replacements |= {at: [] for at in replaced} | {replaced[-1]: new}
+                routes |= dict.fromkeys(call.sites if isinstance(call, SwiGLU) else (call,), route)
             for quantized in before:
                 new, routes[quantized] = _replace_quantized(packs, quantized, computation)
                 replacements |= {quantized.position: new} if new else {}

@@ -130,8 +130,8 @@ class _Graph:
         return self.computation.position.get(tensor.name) if isinstance(tensor, TensorProxy) else None
 
     def kind(self, operation: Any) -> str:
-        is_read = operation is not None and self.symbols[operation].sym.name != "mul_"
-        return spelled(self.symbols[operation])[0] if is_read else ""
+        bsym = None if operation is None else self.symbols[operation]
+        return "" if bsym is None or bsym.sym.name == "mul_" else spelled(bsym)[0]
 
     def given(self, operation: Any) -> dict[str, Any]:
         return spelled(self.symbols[operation])[1]
