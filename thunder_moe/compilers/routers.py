@@ -296,19 +296,18 @@ class _Matcher:
         with contextlib.suppress(MismatchError):
             while graph.example(found.scores).dtype == torch.float32:
                 readers = graph.readers(found.scores)
-                if len(readers) == 2:
-                    operations, options = self.normalization(readers)
-                else:
-                    operations, options = self.scale_or_cast(self.only_reader(found.scores))
+                operations, options = (self.normalization if len(readers) == 2 else self.scale_or_cast)(readers)
                 result = graph.result(operations[-1])
                 require(result is not None)
                 found.operations |= dict.fromkeys(operations)
                 found.options |= options
                 found.scores = result
 
-    def scale_or_cast(self, operation: Any) -> tuple[list[Any], dict[str, Any]]:
-        """Return (operation, options) of one that multiplies, divides or casts the scores."""
+    def scale_or_cast(self, readers: set[Any]) -> tuple[list[Any], dict[str, Any]]:
+        """Return (operations, options) of the one that multiplies, divides or casts the scores."""
         graph, found = self.graph, self.found
+        require(len(readers) == 1)
+        (operation,) = readers
         kind, given = graph.kind(operation), graph.given(operation)
         if kind == "cast":
             before, after = graph.example(found.scores), graph.example(graph.result(operation))

@@ -104,7 +104,12 @@ def _removed_tensor_methods() -> Iterator[None]:
     Unnecessary from the first Thunder release that imports on torch 2.13."""
     missing = [name for name in _REMOVED_TENSOR_METHODS if not hasattr(torch.Tensor, name)]
     for name in missing:
-        setattr(torch.Tensor, name, _removed(name))
+
+        def method(self: torch.Tensor) -> None:
+            """Stand for a method that is gone when somebody could call it."""
+
+        method.__name__ = name  # Thunder's for its symbol
+        setattr(torch.Tensor, name, method)
     try:
         yield
     finally:
@@ -294,12 +299,3 @@ def alias_nvfuser() -> None:
     alias = types.ModuleType("nvfuser", "compute_tensor_descriptor of nvfuser_direct, where Thunder 0.2.6 looks for it")
     alias.compute_tensor_descriptor = direct.compute_tensor_descriptor  # type: ignore[attr-defined]
     sys.modules["nvfuser"] = alias
-
-
-def _removed(name: str) -> Callable[..., Any]:
-    def method(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        raise RuntimeError(f"Tensor.{name}: named tensors were removed from torch {torch.__version__}")
-
-    method.__name__ = name
-    method.__qualname__ = f"Tensor.{name}"
-    return method

@@ -12,7 +12,7 @@ Legend: T tokens, A = top_k, E experts, H hidden_size.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import fx
@@ -33,15 +33,16 @@ from thunder_moe.compilers.dynamo.scopes import Scope
 from thunder_moe.compilers.dynamo.sites import Site, Weights, find_swiglu, site_of
 from thunder_moe.compilers.spellings import MismatchError, require
 
-__all__ = ["AllExpertsBmm", "Routing", "find_all_experts_bmm"]
+__all__ = ["AllExpertsBmm", "find_all_experts_bmm"]
 
 _DENSE = "a batched product over all experts"
 
 
 @dataclass(frozen=True, eq=False)
-class Routing:
-    """The nodes of a router, and of the gather and sum around its experts: the operands of routed GEMMs are theirs."""
+class AllExpertsBmm:
+    """The batched GEMMs of gate_up and down, and the nodes around them that have the operands of routed GEMMs."""
 
+    sites: tuple[Site, Site]
     repeated: fx.Node  # ``tokens.repeat(E, 1)``
     scatter: fx.Node  # the node that scatters the router's values to the experts that it chose
     # the nodes that turn these values into factors of the rows, in order: casts and a sigmoid
@@ -56,20 +57,8 @@ class Routing:
         return given(self.repeated)["input"], scattered["index"], scattered["value"]
 
 
-@dataclass(frozen=True, eq=False)
-class AllExpertsBmm:
-    """The batched GEMMs of gate_up and down, or a single batched GEMM with a parameter outside of such a block.
-
-    `routing` is None if they are not rewritten, and `reason` says why.
-    """
-
-    sites: tuple[Site, ...]
-    routing: Routing | None
-    reason: str | None
-
-
-def find_all_experts_bmm(scope: Scope, weights: Weights) -> list[AllExpertsBmm]:
-    """Return all batched GEMMs whose weight is a parameter or buffer, in a graph as dynamo gives it to a backend."""
+def find_all_experts_bmm(scope: Scope, weights: Weights) -> tuple[list[AllExpertsBmm], list[Site]]:
+    """Return (blocks to rewrite, all batched GEMMs whose weight is a parameter or buffer) of dynamo's graph."""
     sites: dict[fx.Node, Site] = {}
     for node in scope.graph.nodes:
         if not calls(node, "bmm"):
@@ -80,27 +69,26 @@ def find_all_experts_bmm(scope: Scope, weights: Weights) -> list[AllExpertsBmm]:
             continue
         if weights.behind(scope, source, weight)[0] is not None:
             sites[node] = site_of(node, scope, source, weight, rows, weights)
-    blocks, covered = [], set()
+    blocks: list[AllExpertsBmm] = []
+    reasons: dict[fx.Node, str | None] = dict.fromkeys(sites, f"{_DENSE}, without a SwiGLU")
     swiglus = {swiglu.product: swiglu for swiglu in find_swiglu(scope, sites.values())}
     for second in sites.values():
         swiglu = swiglus.get(given(second.node)["input"])
         if swiglu is None or len(swiglu.sites) > 1 or swiglu.interleaved:
             continue
         (first,) = swiglu.sites
-        covered |= {first.node, second.node}
-        reasons = [f"{site.gemm.weight}: {site.reason}" for site in (first, second) if site.reason is not None]
-        if reasons:
-            blocks.append(AllExpertsBmm((first, second), None, reasons[0]))
-            continue
-        try:
-            blocks.append(AllExpertsBmm((first, second), _routing(first, second, swiglu.replaced), None))
-        except MismatchError as difference:
-            blocks.append(AllExpertsBmm((first, second), None, f"{_DENSE}: {difference}"))
-    alone = [AllExpertsBmm((site,), None, f"{_DENSE}, without a SwiGLU") for site in sites.values()]
-    return blocks + [single for single in alone if single.sites[0].node not in covered]
+        declined = (f"{site.gemm.weight}: {site.reason}" for site in (first, second) if site.reason is not None)
+        reason = next(declined, None)
+        if reason is None:
+            try:
+                blocks.append(_block(first, second, swiglu.replaced))
+            except MismatchError as difference:
+                reason = f"{_DENSE}: {difference}"
+        reasons |= dict.fromkeys((first.node, second.node), reason)
+    return blocks, [replace(site, reason=reasons[node]) if reasons[node] else site for node, site in sites.items()]
 
 
-def _routing(first: Site, second: Site, swiglu: frozenset[fx.Node]) -> Routing:
+def _block(first: Site, second: Site, swiglu: frozenset[fx.Node]) -> AllExpertsBmm:
     experts, hidden, nodes = first.gemm.experts, first.gemm.in_features, {second.node, *swiglu}
     require(
         second.gemm.out_features == hidden, f"its results have {second.gemm.out_features} columns, its rows {hidden}"
@@ -118,30 +106,31 @@ def _routing(first: Site, second: Site, swiglu: frozenset[fx.Node]) -> Routing:
     indices, values = _scattered(scatter, experts)
     top_k = tensor(indices, 2, tokens.shape[0]).shape[1]
     tensor(values, 2, tokens.shape[0], top_k)
-    routing = Routing(repeated, scatter, tuple(chain), rows, total)
-    reason = _reason_against_routing(first.scope, routing, {repeated, scatter, rows, total, *chain, *inner, *nodes})
+    block = AllExpertsBmm((first, second), repeated, scatter, tuple(chain), rows, total)
+    reason = _reason_against_routing(block, {repeated, scatter, rows, total, *chain, *inner, *nodes})
     require(reason is None, str(reason))
-    return routing
+    return block
 
 
-def _reason_against_routing(scope: Scope, routing: Routing, replaced: set[fx.Node]) -> str | None:
-    """Return why routed GEMMs, which read tokens, experts and values at `routing.rows`, may not replace some nodes."""
+def _reason_against_routing(block: AllExpertsBmm, replaced: set[fx.Node]) -> str | None:
+    """Return why routed GEMMs, which read tokens, experts and values at `block.rows`, may not replace some nodes."""
+    scope = block.sites[0].scope
     program, position = scope.program, scope.positions
-    tokens, indices, values = routing.operands
+    tokens, indices, values = block.operands
     positions = {position[node] for node in replaced}
 
     def change(first: int, last: int, operand: Any, name: str) -> str | None:
         names = dict.fromkeys(storages_of(value_of(operand)), name)
         return program.reason_against_reading_later(first, last, names, positions)
 
-    place, end = position[routing.rows], len(program.steps)
-    handed_on = storages_of([value_of(node) for node in replaced - {routing.total}])
+    place, end = position[block.rows], len(program.steps)
+    handed_on = storages_of([value_of(node) for node in replaced - {block.total}])
     # The backward computes the products again, from the tokens.
     differentiable = any(scope.modes[node] and value_of(node).requires_grad for node in (tokens, values))
     return (
         program.reason_against_fusing(positions, dict.fromkeys(handed_on, "an intermediate"))
-        or change(position[routing.repeated], place, tokens, "the tokens")
-        or change(position[routing.scatter], place, values, "the router's choice")
+        or change(position[block.repeated], place, tokens, "the tokens")
+        or change(position[block.scatter], place, values, "the router's choice")
         # The values belong to k different experts, like a top-k's.
         or change(position[given(indices)["input"]], place, indices, "the experts")
         or (change(place, end, tokens, "the tokens") if differentiable else None)

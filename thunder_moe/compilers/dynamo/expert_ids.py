@@ -47,8 +47,7 @@ def remove_noop_masks(scope: Scope) -> bool:
     if scope.refusal is not None:
         return False
     *nodes, output = scope.graph.nodes
-    ends = [*(node for node in nodes if node.op in ("placeholder", "get_attr")), *output.all_input_nodes]
-    shared = storages_of([*map(scope.value_of, ends)])
+    shared = scope.input_storages | storages_of([*map(scope.value_of, output.all_input_nodes)])
     idle = [node for node in nodes if _bounds_nothing(scope, node) or _masks_nothing(scope, node, shared)]
     for node in idle:
         node.replace_all_uses_with(given(node)["input"])

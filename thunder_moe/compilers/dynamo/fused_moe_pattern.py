@@ -13,6 +13,7 @@ Legend: T tokens, A = top_k, M = T * A rows, E experts, H hidden_size.
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,6 +22,7 @@ from torch import Tensor, fx
 
 from thunder_moe.compilers.dynamo.effects import storages_of
 from thunder_moe.compilers.dynamo.expert_ids import reason_against_ids
+from thunder_moe.compilers.dynamo.gathered_bmm_pattern import GatheredBmmSite
 from thunder_moe.compilers.dynamo.nodes import (
     arguments,
     behind,
@@ -40,7 +42,7 @@ from thunder_moe.compilers.dynamo.sites import Site
 from thunder_moe.compilers.spellings import MismatchError, require
 from thunder_moe.compilers.swiglu import SwiGLU
 
-__all__ = ["FusedMoE", "find_fused_moe", "fused_moe_of_gathered_bmm"]
+__all__ = ["FusedMoE", "find_fused_moe"]
 
 _INTEGERS = (torch.int32, torch.int64)
 
@@ -67,20 +69,18 @@ class FusedMoE:
 
 
 def find_fused_moe(scope: Scope, blocks: list[SwiGLU], sites: list[Site]) -> list[FusedMoE]:
-    """Return the layers whose experts are grouped GEMMs, given the SwiGLUs and all sites that are to be rewritten."""
+    """Return the layers whose experts are all in a graph, given the SwiGLUs and grouped GEMMs that are to be
+    rewritten."""
+    downs = {behind(site.operands[0], "cast"): site for site in sites if _is_plain(site)}
     found = []
     for block in blocks:
-        if block.down is not None or block.form or block.scales is not None or not all(map(_is_plain, block.sites)):
-            continue
-        readers = {site.node: site for site in sites if site not in block.sites and _is_plain(site)}
-        try:
-            last = sole_user(block.product)
-            while last not in readers:
-                require(calls(last, "cast") and value_of(last).dtype == value_of(block.product).dtype)
-                last = sole_user(last)
-            found.append(_Matcher(scope, block, readers[last]).match_grouped())
-        except MismatchError:
-            continue
+        down: Any = block.down or downs.get(block.product)
+        plain = all(map(_is_plain, block.sites))
+        with contextlib.suppress(MismatchError):
+            if isinstance(down, GatheredBmmSite):
+                found.append(_Matcher(scope, block, down).match_gathered())
+            elif down is not block.down and plain and not block.form and block.scales is None:
+                found.append(_Matcher(scope, block, down).match_grouped())
     return found
 
 
@@ -88,14 +88,6 @@ def _is_plain(site: Site) -> bool:
     """True if a site is a GEMM alone. GroupedLinear zero-fills rows past the last offset; here no such rows exist."""
     added = (site.arguments.get(name) for name in ("bias", "bias_scale", "scales"))
     return not calls(site.node, "activated") and all(each is None for each in added)
-
-
-def fused_moe_of_gathered_bmm(scope: Scope, block: SwiGLU) -> FusedMoE | None:
-    """Return the layer whose experts are batched products with the weights of each row's expert; None for others."""
-    try:
-        return _Matcher(scope, block, block.down).match_gathered()
-    except MismatchError:
-        return None
 
 
 class _Matcher:
@@ -112,8 +104,10 @@ class _Matcher:
         found, sites = self.found, (*self.found.first.sites, self.found.down)
         rows, _, offsets = sites[0].operands
         require(all(site.operands[2] is offsets for site in sites))
-        require(behind(found.down.operands[0], "cast", passed=found.nodes) is found.first.product)
-        found.nodes |= {site.node for site in sites}
+        activated = {found.first.product}
+        behind(found.down.operands[0], "cast", passed=activated)
+        require(all(len(node.users) == 1 for node in activated))
+        found.nodes |= activated | {site.node for site in sites}
         rows, column = behind(rows, "cast", passed=found.nodes), None
         if calls(rows, "mul"):
             first, second = self.take(rows, "mul").values()
@@ -276,21 +270,17 @@ class _Matcher:
 
     def checked(self) -> FusedMoE:
         found, scope = self.found, self.scope
-        tokens, total, weights, ids = (
-            value_of(node) for node in (found.operands[0], found.total, found.operands[2], found.operands[1])
-        )  # fmt: skip
+        tokens, ids, weights = map(value_of, found.operands)
         require(isinstance(tokens, Tensor) and tokens.ndim == 2 and weights.ndim == 1)
-        require(same(tokens.shape[0], total.shape[0]))
+        require(same(tokens.shape[0], value_of(found.total).shape[0]))
         require(same(ids.shape[0], tokens.shape[0] * found.top_k))
         require(same(weights.shape[0], ids.shape[0]))
         require(tokens.dtype == found.down.gemm.activation_dtype and ids.dtype in _INTEGERS)
         require(weights.dtype in (torch.bfloat16, torch.float16, torch.float32))
         require(reason_against_ids(scope, found.operands[1], found.ids, self.experts) is None)
         found.nodes |= found.first.replaced
-        members: list[Any] = list(found.nodes)
-        for node in members:  # in place: seen by nobody else
-            if is_in_place(node):
-                require(set(node.args[0].users) <= found.nodes)
+        in_place: list[Any] = [node for node in found.nodes if is_in_place(node)]
+        require(all(set(node.args[0].users) <= found.nodes for node in in_place))
         reason = scope.reason_against_fusing(
             found.nodes,
             found.total,

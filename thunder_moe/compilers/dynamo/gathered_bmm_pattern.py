@@ -18,7 +18,7 @@ from torch import Tensor, fx
 
 from thunder_moe.compilers.dynamo.effects import is_in_a_function_transform, storages_of
 from thunder_moe.compilers.dynamo.expert_ids import reason_against_ids
-from thunder_moe.compilers.dynamo.nodes import calls, given, only_user, value_of
+from thunder_moe.compilers.dynamo.nodes import calls, given, value_of
 from thunder_moe.compilers.dynamo.scopes import Scope
 from thunder_moe.compilers.dynamo.sites import Site, Weights, find_swiglu, site_of
 from thunder_moe.compilers.swiglu import SwiGLU
@@ -54,7 +54,7 @@ def find_gathered_bmm(
         if swiglu.reason or len(swiglu.sites) > 1 or second is None or not isinstance(first, GatheredBmmSite):
             continue
         (unsqueezed,) = (node for node in second.nodes if calls(node, "unsqueeze"))
-        whole = only_user(swiglu.product, unsqueezed) and second.ids is first.ids
+        whole = set(swiglu.product.users) == {unsqueezed} and second.ids is first.ids
         if whole and _change(scope, (first, second), swiglu.product) is None:
             blocks.append(replace(swiglu, down=second))
     fused = {site for block in blocks for site in (*block.sites, block.down)}
@@ -63,7 +63,7 @@ def find_gathered_bmm(
 
 def _site(node: fx.Node, scope: Scope, weights: Weights) -> GatheredBmmSite | None:
     product: Any = given(node)["input"] if calls(node, "squeeze") else None
-    if not calls(product, "bmm") or not only_user(product, node):
+    if not calls(product, "bmm") or set(product.users) != {node}:
         return None
     first, second = given(product).values()
     for selected, row, dim in ((first, second, 2), (second, first, 1)):

@@ -22,7 +22,6 @@ __all__ = [
     "given",
     "is_in_place",
     "kind_of",
-    "only_user",
     "part_of_result",
     "same",
     "sole_user",
@@ -128,11 +127,6 @@ def same(size: Any, other: Any) -> bool:
     if isinstance(size, (tuple, list)):
         return len(size) == len(other) and all(same(a, b) for a, b in zip(size, other, strict=True))
     return statically_known_true(size == other)
-
-
-def only_user(node: Any, user: fx.Node) -> bool:
-    """True if one node alone reads another."""
-    return set(node.users) == {user}
 
 
 def sole_user(node: fx.Node, otherwise: str = "") -> fx.Node:

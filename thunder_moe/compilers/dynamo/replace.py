@@ -163,16 +163,15 @@ def replace_fused_moe(layer: FusedMoE, gate_up: WeightInput, down: WeightInput) 
 
 def replace_all_experts_bmm(block: AllExpertsBmm, gate_up: WeightInput, down: WeightInput) -> None:
     """Replace batched GEMMs over all experts by GEMMs of the experts that the router chose."""
-    scope, routing = block.sites[0].scope, block.routing
-    assert routing is not None
-    tokens, ids, weights = routing.operands
-    with scope.graph.inserting_before(routing.rows):
-        for step in routing.scores:
+    scope = block.sites[0].scope
+    tokens, ids, weights = block.operands
+    with scope.graph.inserting_before(block.rows):
+        for step in block.scores:
             value, arguments = value_of(weights), step.args[1:]
             weights = scope.graph.create_node(step.op, step.target, (weights, *arguments), step.kwargs)
             weights.meta["example_value"] = value.new_empty(value.shape, dtype=value_of(step).dtype)
         out = _experts(scope.graph, (tokens, ids, weights), gate_up, down, on_input=True)
-    replace_node(scope, routing.total, out)
+    replace_node(scope, block.total, out)
 
 
 def replace_gathered_bmm(orders: dict[fx.Node, list[fx.Node]], call: Site | SwiGLU, *packed: WeightInput) -> None:

@@ -23,7 +23,7 @@ from thunder_moe.compilers.dynamo.all_experts_bmm_pattern import AllExpertsBmm, 
 from thunder_moe.compilers.dynamo.attention import find_repeated_attention, group_heads, take_causal_masks
 from thunder_moe.compilers.dynamo.decode_attention import fuse_decode_attention
 from thunder_moe.compilers.dynamo.expert_ids import remove_noop_masks
-from thunder_moe.compilers.dynamo.fused_moe_pattern import find_fused_moe, fused_moe_of_gathered_bmm
+from thunder_moe.compilers.dynamo.fused_moe_pattern import find_fused_moe
 from thunder_moe.compilers.dynamo.gathered_bmm_pattern import find_gathered_bmm
 from thunder_moe.compilers.dynamo.inputs import Rewritten, WeightInput, memory_of_inputs
 from thunder_moe.compilers.dynamo.nodes import value_of
@@ -209,18 +209,16 @@ def _plan(scope: Scope, weights: Weights) -> _Plan:
     swiglus = find_swiglu(scope, eligible)
     blocks = [block for block in swiglus if block.reason is None]
     unfused = {site: block.reason for block in swiglus for site in block.sites}
-    dense = find_all_experts_bmm(scope, weights)
-    routed = [block for block in dense if block.routing is not None]
-    whole = find_fused_moe(scope, blocks, eligible)
+    routed, dense = find_all_experts_bmm(scope, weights)
     around, selected, products = find_gathered_bmm(scope, weights)
-    gathered = {block: fused_moe_of_gathered_bmm(scope, block) for block in around}
-    whole += [layer for layer in gathered.values() if layer is not None]
+    whole = find_fused_moe(scope, [*blocks, *around], eligible)
     layers = [*((*layer.first.sites, layer.down) for layer in whole), *(block.sites for block in routed)]
     for experts in layers:
         common_format(*(site.gemm for site in experts))
     in_layers = {site for experts in layers for site in experts}
     trained = [site for site in sites if site.reason is not None and _trains(site)]
-    blocks = [block for block in blocks if block.sites[0] not in in_layers]
+    first = {site for block in (*blocks, *around) for site in block.sites} | {block.sites[0] for block in routed}
+    blocks, around = ([block for block in each if block.sites[0] not in in_layers] for each in (blocks, around))
     fused = {site for block in blocks for site in (*block.sites, block.down)}
     alone = [site for site in eligible if site not in fused | in_layers]
     orders: dict[fx.Node, list[fx.Node]] = {}
@@ -229,23 +227,18 @@ def _plan(scope: Scope, weights: Weights) -> _Plan:
         *((partial(replace_swiglu, block), _packed_by(block)) for block in blocks),
         *((partial(replace_gemm, site), (site,)) for site in alone),
         *((partial(replace_fused_moe, layer), (layer.first, layer.down)) for layer in whole),
-        *((partial(replace_gathered_bmm, orders, block), _packed_by(block)) for block in around if not gathered[block]),
+        *((partial(replace_gathered_bmm, orders, block), _packed_by(block)) for block in around),
         *((partial(replace_gathered_bmm, orders, site), (site,)) for site in selected),
     ]
 
-    def decision(site: Site, reason: str | None, *, is_fused: bool) -> Decision:
-        requires_grad = site.weight is not None and weights.tensors[site.weight].requires_grad
-        return describe(
-            site.gemm, reason, requires_grad=requires_grad, fused=is_fused, unfused=unfused.get(site),
-            whole=site in in_layers,
-        )  # fmt: skip
-
-    first = {site for block in (*swiglus, *around) if block.reason is None for site in block.sites}
-    decisions = [decision(site, site.reason, is_fused=site in first) for site in sites]
-    for block in dense:
-        decisions += [decision(site, block.reason, is_fused=site is not block.sites[-1]) for site in block.sites]
-    decisions += [decision(site, site.reason, is_fused=site in first) for site in products]
-    sites += [*products, *(site for block in dense for site in block.sites)]
+    sites += [*dense, *products]
+    decisions = [
+        describe(
+            site.gemm, site.reason, fused=site in first, unfused=unfused.get(site), whole=site in in_layers,
+            requires_grad=site.weight is not None and weights.tensors[site.weight].requires_grad,
+        )
+        for site in sites
+    ]  # fmt: skip
     return _Plan(sites, routed, replacements, decisions)
 
 

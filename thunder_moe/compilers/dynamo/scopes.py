@@ -24,10 +24,9 @@ from thunder_moe.compilers.safety import Program
 
 __all__ = ["Scope", "copy_of", "scopes_of"]
 
-# The operands of a higher-order operator that the placeholders of its bodies stand for: they begin at this position
-# on, or a sequence at it.
-_OPERANDS_FROM = {"tag_activation_checkpoint": 1, "wrap": 1}
-_OPERANDS_AT = {"cond": 3}
+# The operands of a higher-order operator that the placeholders of its bodies stand for: from a position on, or the
+# sequence at one.
+_OPERANDS = {"tag_activation_checkpoint": slice(1, None), "wrap": slice(1, None), "cond": 3}
 
 
 @dataclass(eq=False)
@@ -55,13 +54,10 @@ class Scope:
     @cached_property
     def program(self) -> Program:
         """Return the graph as steps, in the order of `positions`. Ask for it before anything is rewritten."""
-        nested = {call: [(body.program, body.inputs) for body in bodies] for call, bodies in self.children.items()}
+        nested = {
+            call: [(body.program, body.input_storages) for body in bodies] for call, bodies in self.children.items()
+        }
         return program_of(self.graph, self.modes, self.value_of, nested)
-
-    @property
-    def inputs(self) -> frozenset[int]:
-        """Return the storages of the graph's inputs."""
-        return storages_of([self.value_of(node) for node in self.graph.find_nodes(op="placeholder")])
 
     def reason_against_fusing(
         self,
@@ -105,11 +101,10 @@ class Scope:
         scope = self
         while scope.parent is not None or node.op not in ("placeholder", "get_attr"):
             if node.op == "placeholder":
-                operands = _operands(scope.call)
-                position = scope.graph.find_nodes(op="placeholder").index(node)
+                outer, operands = scope.parent, _operands(scope.call)
+                assert outer is not None
                 assert operands is not None  # the scope refuses everything otherwise
-                assert scope.parent is not None
-                node, scope = operands[position], scope.parent
+                node, scope = operands[scope.graph.find_nodes(op="placeholder").index(node)], outer
                 continue
             storages = storages_of(scope.value_of(node))
             sources = [each for each in node.all_input_nodes if storages & storages_of(scope.value_of(each))]
@@ -180,11 +175,8 @@ def _name_of(call: fx.Node) -> str:
 
 def _operands(call: Any) -> tuple[Any, ...] | None:
     """Return the operands that the placeholders of the bodies stand for; None if that is not known."""
-    kind = _name_of(call)
-    if kind in _OPERANDS_FROM:
-        return tuple(call.args[_OPERANDS_FROM[kind] :])
-    place = _OPERANDS_AT.get(kind, len(call.args))
-    return tuple(call.args[place]) if place < len(call.args) else None
+    place = _OPERANDS.get(_name_of(call))
+    return None if place is None else tuple(call.args[place])
 
 
 def _takes_operands(call: fx.Node, body: fx.GraphModule) -> bool:
@@ -194,11 +186,11 @@ def _takes_operands(call: fx.Node, body: fx.GraphModule) -> bool:
 
 
 def _append_operand(call: Any, operand: fx.Node) -> None:
-    kind = _name_of(call)
-    if kind in _OPERANDS_FROM:
+    place = _OPERANDS[_name_of(call)]
+    if isinstance(place, slice):
         call.args = (*call.args, operand)
     else:
-        call.update_arg(_OPERANDS_AT[kind], (*call.args[_OPERANDS_AT[kind]], operand))
+        call.update_arg(place, (*call.args[place], operand))
 
 
 def copy_of(gm: fx.GraphModule) -> fx.GraphModule:

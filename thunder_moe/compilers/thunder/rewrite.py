@@ -89,36 +89,33 @@ class NVFP4Rewrite(Transform):
         before = find_quantized(prologue_trace, computation)
         routers, router_entries = find_routers(computation)
         packs: dict[tuple[Any, ...], _PackStep] = {}
-        replacements: dict[int, list[BoundSymbol]] = {}
+        replacements: dict[int, list[BoundSymbol]] = {}  # by the position of what they replace
         routes: dict[Site | Quantized, str] = {}
         trace = from_trace(computation_trace)
         with tracectx(trace):
             calls: list[Site | SwiGLU] = [*blocks, *(site for site in eligible if site not in fused)]
             for call in calls:
-                replaced = sorted(call.replaced) if isinstance(call, SwiGLU) else (call.position,)
+                replaced = sorted(call.replaced) if isinstance(call, SwiGLU) else [call.position]
                 new, route = _replace(packs, call, computation, replaced[-1])
-                replacements |= {id(computation.bound_symbols[position]): [] for position in replaced}
-                replacements[id(computation.bound_symbols[replaced[-1]])] = new
+                replacements |= {at: [] for at in replaced} | {replaced[-1]: new}
                 routes |= dict.fromkeys(call.sites if isinstance(call, SwiGLU) else (call,), route)
             for quantized in before:
                 new, routes[quantized] = _replace_quantized(packs, quantized, computation)
-                replacements |= {id(quantized.bsym): new} if new else {}
+                replacements |= {quantized.position: new} if new else {}
             for site in sites:
                 if site.reason is not None and site.bsym is computation.bound_symbols[site.position]:
                     operands, clones = _saved(computation, site, *site.bsym.args[:3])
                     if clones:
                         more = dict(site.bsym.kwargs, output=site.bsym.output)
                         gemm = site.bsym.sym.bind(*operands, *site.bsym.args[3:], **more)
-                        replacements[id(site.bsym)] = [*clones, gemm]
+                        replacements[site.position] = [*clones, gemm]
             for router in routers:
-                fused_at = fuse_router(router, computation)
-                replacements |= {id(computation.bound_symbols[at]): new for at, new in fused_at.items()}
+                replacements |= fuse_router(router, computation)
         decisions = []
         for site in sites:
-            traits: dict[str, Any] = dict(
-                requires_grad=site.requires_grad, fused=site in fused, unfused=unfused.get(site)
+            gemm, decision, reason = describe(
+                site.gemm, site.reason, requires_grad=site.requires_grad, fused=site in fused, unfused=unfused.get(site)
             )
-            gemm, decision, reason = describe(site.gemm, site.reason, **traits)
             decisions.append((gemm, decision, reason + routes.get(site, "")))
         decisions += [(q.gemm, q.decision, f"quantized beforehand{routes[q]}") for q in before]
         EXECUTOR.record(get_compile_data(), decisions, router_entries)
@@ -368,7 +365,7 @@ def _fill_computation(
     16-bit weights that nothing reads any more."""
     body: list[BoundSymbol] = []
     read: set[str] = set()
-    calls = [call for bsym in old.bound_symbols for call in replacements.get(id(bsym), [bsym])]
+    calls = [call for at, bsym in enumerate(old.bound_symbols) for call in replacements.get(at, [bsym])]
     for bsym in reversed(calls):
         # A view that nothing reads is dead; it would keep its weight alive.
         if not is_view(bsym) or any(proxy.name in read for proxy in bsym.flat_proxy_outs):

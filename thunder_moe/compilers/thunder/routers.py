@@ -7,7 +7,6 @@ another name too; here those count as one. Legend: T tokens, E experts, A = top_
 
 from __future__ import annotations
 
-from collections.abc import Hashable
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -23,7 +22,7 @@ from thunder_moe.compilers.report import RouterEntry
 from thunder_moe.compilers.routers import RouterMatch, match_router, reason_against_kernels
 from thunder_moe.compilers.spellings import keeps_order
 from thunder_moe.compilers.thunder.symbols import moe_route, moe_router
-from thunder_moe.compilers.thunder.trace import ARGUMENTS, Computation, spelled
+from thunder_moe.compilers.thunder.trace import Computation, spelled
 
 __all__ = ["Router", "find_routers", "fuse_router"]
 
@@ -108,11 +107,11 @@ def find_routers(computation: Computation) -> tuple[list[Router], list[RouterEnt
 
 def _router(computation: Computation, graph: _Graph, match: RouterMatch) -> Router | str:
     """Return the router, or why it is not rewritten. The checks run in this order."""
-    program, symbols = computation.program, graph.bound_symbols
+    symbols = graph.bound_symbols
     reason = reason_against_kernels(graph, match)
     if reason is not None:
         return reason
-    modes = [step.grad_enabled for step in program.steps]
+    modes = [step.grad_enabled for step in computation.program.steps]
     ids: TensorProxy = symbols[match.top_k].output[1]
     kept = {match.scores.name, graph.first(ids.name)}
     replaced = _unread(graph, match, kept)
@@ -125,18 +124,10 @@ def _router(computation: Computation, graph: _Graph, match: RouterMatch) -> Rout
     if renamed is None:
         return "a part of it shares its memory with what is read elsewhere"
     operations = set(match.operations)
-    read: dict[Hashable, str] = {computation.storage(match.logits.name): "the logits"}
-    storages = dict(read)
-    if match.bias is not None:
-        storages[computation.storage(match.bias.name)] = "the bias"
-    inputs = [tensor.name for tensor in (match.logits, match.bias) if tensor is not None]
-    if any(ARGUMENTS in computation.memory(name) for name in inputs):
-        storages[ARGUMENTS] = "what may share memory with the logits or the bias"
-    for proxy in (proxy for at in operations for proxy in symbols[at].flat_proxy_outs):
-        storages[computation.storage(proxy.name)] = "the scores"
-    saved = read if modes[match.takes] and match.logits.requires_grad else None
-    reason = program.reason_against_fusing(
-        operations | renamed, storages, saved, differentiated=operations - match.choosing
+    read = {"the logits": match.logits} | ({} if match.bias is None else {"the bias": match.bias})
+    saved = ["the logits"] if modes[match.takes] and match.logits.requires_grad else []
+    reason = computation.reason_against_fusing(
+        operations | renamed, read, {"the scores": operations}, saved, differentiated=operations - match.choosing
     )
     route = _route_of(graph, ids, int(match.logits.shape[1]))
     return Router(match, place, replaced | renamed, ids, route) if reason is None else reason

@@ -5,7 +5,7 @@ swiglu.py for what a SwiGLU looks like.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,8 +22,8 @@ from thunder_moe.compilers.spellings import column_part
 from thunder_moe.compilers.swiglu import Gemm, SwiGLU
 from thunder_moe.compilers.thunder import nvfuser
 from thunder_moe.compilers.thunder.symbols import grouped_mm
-from thunder_moe.compilers.thunder.trace import ARGUMENTS, Computation, spelled
-from thunder_moe.compilers.thunder.training_symbols import activated_linear, grouped_bias, scaled_activation
+from thunder_moe.compilers.thunder.trace import Computation, spelled
+from thunder_moe.compilers.thunder.training_symbols import activated_linear, grouped_bias
 from thunder_moe.ops.operator import OPERATORS
 
 __all__ = ["Quantized", "Site", "find_quantized", "find_sites", "find_swiglu", "linear_buffers", "trained_weights"]
@@ -130,16 +130,11 @@ class _Graph:
         return self.computation.position.get(tensor.name) if isinstance(tensor, TensorProxy) else None
 
     def kind(self, operation: Any) -> str:
-        symbol = None if operation is None else self.symbols[operation].sym
-        if symbol is None or symbol.name == "mul_":
-            return ""
-        return "activation" if symbol.id == scaled_activation.id else spelled(self.symbols[operation])[0]
+        bsym = None if operation is None else self.symbols[operation]
+        return "" if bsym is None or bsym.sym.name == "mul_" else spelled(bsym)[0]
 
     def given(self, operation: Any) -> dict[str, Any]:
-        bsym = self.symbols[operation]
-        if bsym.sym.id == scaled_activation.id:
-            return {**dict(zip(("mat_a", "scales", "offs"), bsym.args, strict=True)), **bsym.kwargs}
-        return spelled(bsym)[1]
+        return spelled(self.symbols[operation])[1]
 
     def readers(self, operation: Any) -> set[int]:
         readers = self.computation.readers
@@ -170,17 +165,11 @@ class _Graph:
         return whole, column_part(shape[-1], starts[-1], ends[-1], steps[-1]), {self.maker(tensor)}
 
     def reason_against_fusing(self, block: SwiGLU) -> str | None:
-        computation = self.computation
-        rows, _, offsets = (tensor.name for tensor in block.sites[0].operands)
-        saved: dict[Hashable, str] = {computation.storage(rows): "the tensor of rows"}
-        saved[computation.storage(offsets)] = "the tensor of offsets"
-        storages = dict(saved)
-        if ARGUMENTS in computation.memory(rows) | computation.memory(offsets):
-            storages[ARGUMENTS] = "what may share memory with the rows or the offsets"
-        handed = (proxy for at in block.replaced - {block.product} for proxy in self.symbols[at].flat_proxy_outs)
-        storages |= {computation.storage(proxy.name): "the output of a GEMM" for proxy in handed}
-        kept = saved if computation.program.steps[block.product].grad_enabled else None
-        return computation.program.reason_against_fusing(block.replaced, storages, kept)
+        rows, _, offsets = block.sites[0].operands
+        read = {"the tensor of rows": rows, "the tensor of offsets": offsets}
+        made = {"the output of a GEMM": block.replaced - {block.product}}
+        saved = read if self.computation.program.steps[block.product].grad_enabled else ()
+        return self.computation.reason_against_fusing(block.replaced, read, made, saved)
 
 
 def find_swiglu(computation: Computation, sites: list[Site]) -> list[SwiGLU]:
@@ -196,6 +185,7 @@ def find_swiglu(computation: Computation, sites: list[Site]) -> list[SwiGLU]:
 class Quantized:
     """A packed weight of a module that quantize_ had swapped in already."""
 
+    position: int
     bsym: BoundSymbol
     gemm: GroupedGemm
     decision: str
@@ -204,14 +194,15 @@ class Quantized:
 def find_quantized(prologue: TraceCtx, computation: Computation) -> list[Quantized]:
     """Return the weights of a trace that are packed already."""
     names, found = _qualified_names(prologue), []
-    for bsym in computation.bound_symbols:
-        for position, decision in QUANTIZED.get(bsym.sym.name, ()):
-            rows, packed, format = bsym.args[0], bsym.args[position], OPERATORS[bsym.sym.name].format
+    for at, bsym in enumerate(computation.bound_symbols):
+        for argument, decision in QUANTIZED.get(bsym.sym.name, ()):
+            rows, packed, format = bsym.args[0], bsym.args[argument], OPERATORS[bsym.sym.name].format
             (experts, codes, n), dtype = packed.shape, dtypes.to_torch_dtype(rows.dtype)
             # Behind the views of a module's buffer in another layout than "linear".
             name = names.get(origin := computation.origin(packed.name), origin)
             sizes = experts, n, format.codes_per_byte * codes, rows.shape[0]
-            found.append(Quantized(bsym, GroupedGemm(name, *sizes, dtype, dtype, False, format=format.name), decision))
+            gemm = GroupedGemm(name, *sizes, dtype, dtype, False, format=format.name)
+            found.append(Quantized(at, bsym, gemm, decision))
     return found
 
 

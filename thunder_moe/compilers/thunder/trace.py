@@ -8,7 +8,7 @@ its parts as subsymbols; symbols without any are the leaves, and views are follo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import thunder.core.dtypes as dtypes
@@ -22,13 +22,14 @@ from thunder.core.trace import TraceCtx
 
 from thunder_moe.compilers.eligibility import swaps_last_dims
 from thunder_moe.compilers.safety import Program, Step
-from thunder_moe.compilers.spellings import SYMBOLS, Spelling
+from thunder_moe.compilers.spellings import SYMBOLS, TARGETS, Spelling
 from thunder_moe.compilers.thunder.symbols import EXECUTOR
+from thunder_moe.compilers.thunder.training_symbols import scaled_activation
 
-__all__ = ["ARGUMENTS", "Computation", "is_view", "leaves", "names_read", "spelled"]
+__all__ = ["Computation", "is_view", "leaves", "names_read", "spelled"]
 
 # The memory of all arguments of a computation: they may share it with each other at run time.
-ARGUMENTS = "the arguments"
+_ARGUMENTS = "the arguments"
 
 
 def _broadcast(tensor: torch.Tensor, shape: tuple[int, ...], dims: tuple[int, ...]) -> torch.Tensor:
@@ -65,7 +66,9 @@ _SPELLINGS: dict[Hashable, Spelling] = {
     symbol.id: SYMBOLS[symbol.name]
     for symbol in (*(getattr(ltorch, name, None) for name in SYMBOLS), *ltorch._torch_to_thunder_function_map.values())
     if isinstance(symbol, Symbol) and symbol.name in SYMBOLS
-} | {PrimIDs.CONVERT_ELEMENT_TYPE: SYMBOLS["to"]}
+}
+_SPELLINGS[PrimIDs.CONVERT_ELEMENT_TYPE] = SYMBOLS["to"]
+_SPELLINGS[scaled_activation.id] = TARGETS[torch.ops.thunder_moe.scaled_activation]
 
 
 class Computation:
@@ -102,10 +105,30 @@ class Computation:
             name = self._root[name]
         return name
 
-    def memory(self, name: str) -> set[str]:
-        """Return the storage of a tensor and, where it may be an argument's, `ARGUMENTS`."""
-        storage = self.storage(name)
-        return {storage, ARGUMENTS} if storage in self._argument_storages else {storage}
+    def reason_against_fusing(
+        self,
+        replaced: Collection[int],
+        read: Mapping[str, TensorProxy],
+        made: Mapping[str, Iterable[int]],
+        saved: Collection[str] = (),
+        differentiated: Collection[int] | None = None,
+    ) -> str | None:
+        """Return `Program.reason_against_fusing` of the symbols at some positions.
+
+        Args:
+            replaced, differentiated: as there.
+            read: the tensors that the operator reads in their stead, by the name for the report.
+            made: the positions whose results they hand to each other, by the name of these for the report.
+            saved: the names in `read` of what the operator reads in its backward, too.
+        """
+        names: dict[Hashable, str] = {self.storage(proxy.name): name for name, proxy in read.items()}
+        kept: dict[Hashable, str] = {self.storage(read[name].name): name for name in saved}
+        if not self._argument_storages.isdisjoint(names):
+            names[_ARGUMENTS] = f"what may share memory with {' or '.join(read)}"
+        for name, positions in made.items():
+            outs = (proxy for at in positions for proxy in self.bound_symbols[at].flat_proxy_outs)
+            names |= {self.storage(proxy.name): name for proxy in outs}
+        return self.program.reason_against_fusing(replaced, names, kept, differentiated)
 
     def same(self, name: str, renamed_by: Sequence[PrimIDs] = (PrimIDs.UPDATE_ALIASES, PrimIDs.COPY_)) -> str:
         """Return the first name of a tensor that in-place operations have renamed."""
@@ -171,7 +194,7 @@ class Computation:
     def _step(self, bsym: BoundSymbol) -> Step:
         written = {self.storage(proxy.name) for proxy in _written(bsym)}
         if written & self._argument_storages:
-            written.add(ARGUMENTS)
+            written.add(_ARGUMENTS)
         outs = [] if bsym.sym.id in _WITHOUT_MODE else bsym.flat_proxy_outs
         return Step(
             bsym.sym.name,
