@@ -67,7 +67,22 @@ def test_generate_runs_end_to_end(tmp_path, monkeypatch, capsys):
     assert [row["column"] for row in rows] == columns
     assert all(row["equal_tokens"] == 1.0 and row["tokens_per_second"] > 0 for row in rows)
     assert (tmp_path / f"generate_{HERE}.png").exists()
-    assert "| quantize_ fast" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "qwen3_moe, attention thunder_moe_sdpa\n" in printed
+    assert "| quantize_ fast" in printed
+
+
+def test_generate_says_which_attention_it_runs(tmp_path, monkeypatch, capsys):
+    pytest.importorskip("transformers")
+    tiny = {"gpt_oss": ("GptOssConfig", dict(num_local_experts=4, intermediate_size=32, head_dim=16))}
+    monkeypatch.setattr(models, "CONFIGS", tiny)
+    arguments = ["generate", "--device", "cpu", "--model", "gpt_oss", "--layers", "1", "--rounds", "1", "--new", "2"]
+    arguments += ["--prompts", "4", "--columns", "bf16 eager", "--output", str(tmp_path)]
+    main(arguments)
+    assert "gpt_oss, attention eager\n" in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        main([*arguments, "--attention", "thunder_moe_sdpa"])
+    assert "--attention: got thunder_moe_sdpa for gpt_oss, which has no SDPA; wanted eager" in capsys.readouterr().err
 
 
 def test_load_runs_end_to_end(tmp_path, monkeypatch, capsys):
