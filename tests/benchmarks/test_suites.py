@@ -22,6 +22,7 @@ from benchmarks.harness.shapes import SHAPES
 from benchmarks.harness.timing import describe, machine_name
 from benchmarks.suites import linear, load, router
 from thunder_moe.kernels import dense, reference, training_reference
+from thunder_moe.kernels.specs import Target
 
 ROOT = Path(__file__).resolve().parents[2]
 HERE = machine_name(torch.device("cpu"))
@@ -220,6 +221,19 @@ def test_linear_runs_end_to_end(tmp_path, capsys, monkeypatch, format, stem):
         main(["linear", *arguments, "--output", str(tmp_path)])
     with pytest.raises(SystemExit):
         main(["linear", *arguments, "--tune", str(tmp_path / "configs.json")])
+
+
+def test_layers_that_no_configuration_changes_are_not_tuned(tmp_path, capsys, monkeypatch):
+    h100 = Target(torch.device("cuda", 0), 132, (9, 0))
+    monkeypatch.setattr(linear, "target", lambda device: h100)
+    monkeypatch.setattr(linear, "_tuned", lambda x, *_: dict(point=[1, x.shape[0]], config=["tiled_mma"], us=1))
+    monkeypatch.setattr(linear, "_write", lambda file, entries: None)
+    monkeypatch.setattr(linear.select, "lay_out", lambda weight, layout: weight.to_layout("tiled_64x64"))
+    monkeypatch.setitem(linear.LAYERS, "small", (64, 128))
+    options = dict(device=torch.device("cpu"), layers=["small"], rows=[1, 8, 9], format="nvfp4", vllm=False)
+    entries = linear._run(argparse.Namespace(**options, tune=tmp_path / "configs.json"))
+    assert [entry["point"] for entry in entries] == [[1, 9]]
+    assert "small 8: nothing to tune, mm_tiled_direct<" in capsys.readouterr().out
 
 
 def test_tuned_configurations_of_linears_replace_those_of_the_same_points(tmp_path):
