@@ -2,6 +2,7 @@
 Called by pytest; calls thunder_moe and transformers. tests/gpu/test_gpu_generation.py has the CUDA graphs.
 """
 
+import contextlib
 import functools
 import gc
 import weakref
@@ -9,7 +10,14 @@ import weakref
 import pytest
 import torch
 from tiny_models import tiny_model
-from transformers import CompileConfig, StaticCache, StoppingCriteria, StoppingCriteriaList
+from transformers import (
+    CompileConfig,
+    DynamicCache,
+    MaxLengthCriteria,
+    StaticCache,
+    StoppingCriteria,
+    StoppingCriteriaList,
+)
 
 from thunder_moe import fast_generate, quantize_
 from thunder_moe.formats.nvfp4 import quantize
@@ -111,6 +119,13 @@ def test_other_criteria(model):
     assert torch.equal(ours, stock)
 
 
+def test_a_shorter_length_among_the_criteria(model):
+    criteria = StoppingCriteriaList([MaxLengthCriteria(PROMPT.shape[1] + 3)])
+    stock, ours = both(model, PROMPT, max_new_tokens=16, do_sample=False, stopping_criteria=criteria)
+    assert torch.equal(ours, stock)
+    assert ours.shape[1] == PROMPT.shape[1] + 3
+
+
 def test_max_time(model):
     ours = model.generate(PROMPT, max_new_tokens=16, do_sample=False, max_time=1e-9, custom_generate=fast_generate)
     assert ours.shape[1] == PROMPT.shape[1] + 1
@@ -173,6 +188,26 @@ def test_the_stock_loop_runs_what_is_not_known(model, options, reason, caplog):
     stock, ours = both(model, PROMPT, max_new_tokens=4, do_sample=False, **options)
     assert torch.equal(ours, stock)
     assert f"fast_generate: transformers' own loop runs: {reason}" in caplog.text
+
+
+def test_a_cache_of_the_caller_holds_the_tokens(model, caplog):
+    caches = [DynamicCache(config=model.config) for _ in range(2)]
+    stock, ours = (
+        model.generate(PROMPT, max_new_tokens=4, do_sample=False, past_key_values=cache, **options)
+        for cache, options in zip(caches, ({}, {"custom_generate": fast_generate}), strict=True)
+    )
+    assert torch.equal(ours, stock)
+    if not hasattr(caches[0], "_is_user_defined"):
+        pytest.skip("this transformers does not mark caches of the caller's")
+    assert caches[1].get_seq_length() == caches[0].get_seq_length() > 0
+    assert "the call gets a cache, which is to hold its tokens" in caplog.text
+
+
+def test_a_cache_of_another_kind_is_not_replaced(model, caplog):
+    with contextlib.suppress(AssertionError, ImportError, RuntimeError):  # offloading needs a GPU
+        options = dict(max_new_tokens=4, do_sample=False, cache_implementation="offloaded")
+        model.generate(PROMPT, custom_generate=fast_generate, **options)
+    assert "cache_implementation is 'offloaded'" in caplog.text
 
 
 def test_more_than_tokens(model, caplog):

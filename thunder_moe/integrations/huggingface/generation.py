@@ -69,7 +69,7 @@ def fast_generate(
 
     It knows greedy search and sampling with temperature, top-k, top-p, min-p, repetition penalty and minimum lengths,
     stop tokens, stop strings and other stopping criteria, `max_time`, left-padded prompts, and streamers. Calls that
-    ask for anything else (beams, scores, a cache that holds tokens, ...) run in transformers' own loop, and the logger
+    ask for anything else (beams, scores, a cache of the caller's, ...) run in transformers' own loop, and the logger
     "thunder_moe" says why.
 
     transformers 5.24 hands neither `streamer` nor `tokenizer` of `generate` to a function. Give a streamer by
@@ -84,7 +84,8 @@ def fast_generate(
         generation_config: with its special tokens as tensors.
         synced_gpus: True is served by transformers' own loop.
         streamer: receives the new tokens (B,) of each step, on the CPU.
-        **model_kwargs: attention_mask (B, P), position_ids (B, P), an empty cache.
+        **model_kwargs: attention_mask (B, P), position_ids (B, P), and the empty cache that `generate` has made, which
+            stays empty.
 
     Returns:
         (B, P + new) token ids; after the end of a text, the padding token.
@@ -126,6 +127,10 @@ def _reason_against(model: Any, config: Any, synced_gpus: bool, model_kwargs: di
     cache = model_kwargs.get("cache", model_kwargs.get("past_key_values"))
     if cache is not None and int(cache.get_seq_length()) > 0:
         return "the cache holds tokens already"
+    if getattr(cache, "_is_user_defined", False):  # not set by older versions, in which such a cache stays empty
+        return "the call gets a cache, which is to hold its tokens"
+    if str(config.cache_implementation).startswith(("offloaded", "quantized")):
+        return f"cache_implementation is {config.cache_implementation!r}"
     if len({*getattr(model, "hf_device_map", {"": 0}).values()}) > 1:
         return "the model is spread over several devices"
     layers = StaticCache(config=model.config, max_cache_len=1).layers
@@ -380,7 +385,10 @@ class _Stop:
         self, criteria: Any, input_ids: Tensor, streamer: Any, new_tokens: int, pad: int | None, on_cuda: bool
     ) -> None:
         texts, self.prompt = input_ids.shape
-        self.criteria = [criterion for criterion in criteria if not isinstance(criterion, MaxLengthCriteria)]
+        longest = self.prompt + new_tokens  # the loop itself ends there
+        self.criteria = [
+            each for each in criteria if not isinstance(each, MaxLengthCriteria) or each.max_length < longest
+        ]
         self.streamer, self.pad, self.on_cuda = streamer, pad, on_cuda
         self.ids = torch.zeros(texts, self.prompt + new_tokens, dtype=torch.long)
         self.ids[:, : self.prompt] = input_ids
