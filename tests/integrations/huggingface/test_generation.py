@@ -143,11 +143,16 @@ class Streamer:
 
 
 def test_streamers(model):
-    streamer = Streamer()
-    generate = functools.partial(fast_generate, streamer=streamer)  # generate(streamer=) does not reach a function
-    ours = model.generate(PROMPT[1:2], max_new_tokens=5, do_sample=False, custom_generate=generate)
-    assert streamer.ended
-    assert torch.equal(torch.cat(streamer.tokens), ours[0, PROMPT.shape[1] :])
+    """They receive what generate gives a streamer of its own, the prompt first."""
+    stock, ours = Streamer(), Streamer()
+    generate = functools.partial(fast_generate, streamer=ours)  # generate(streamer=) does not reach a function
+    for options in ({}, dict(no_repeat_ngram_size=2)):  # the last one runs in transformers' loop
+        options = dict(max_new_tokens=5, do_sample=False) | options
+        model.generate(PROMPT[1:2], streamer=stock, **options)
+        model.generate(PROMPT[1:2], custom_generate=generate, **options)
+        assert ours.ended
+        assert len(ours.tokens) == len(stock.tokens)
+        assert all(torch.equal(*pair) for pair in zip(ours.tokens, stock.tokens, strict=True))
 
 
 def test_a_streamer_that_generates(model):
@@ -157,7 +162,7 @@ def test_a_streamer_that_generates(model):
     class Generates(Streamer):
         def put(self, value):
             super().put(value)
-            if len(self.tokens) == 3:
+            if len(self.tokens) == 4:
                 inner.append(model.generate(other, max_new_tokens=8, do_sample=False, custom_generate=fast_generate))
 
     generate = functools.partial(fast_generate, streamer=Generates())

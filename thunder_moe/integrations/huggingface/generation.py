@@ -83,7 +83,7 @@ def fast_generate(
         stopping_criteria: beside the maximum length, which `generation_config` has.
         generation_config: with its special tokens as tensors.
         synced_gpus: True is served by transformers' own loop.
-        streamer: receives the new tokens (B,) of each step, on the CPU.
+        streamer: receives the prompt (B, P), then the new tokens (B,) of each step, on the CPU.
         **model_kwargs: attention_mask (B, P), position_ids (B, P), and the empty cache that `generate` has made, which
             stays empty.
 
@@ -94,6 +94,8 @@ def fast_generate(
     choice = choice_of(logits_processor, generation_config)
     if reason is None and isinstance(choice, str):
         reason = choice
+    if streamer is not None:
+        streamer.put(input_ids.cpu())  # as generate does with a streamer of its own: `skip_prompt` drops it
     if reason is None and not isinstance(choice, str):
         with _LOCK:
             return _Call(model, generation_config).run(input_ids, choice, stopping_criteria, streamer, model_kwargs)
