@@ -86,6 +86,15 @@ def test_a_cache_serves_prompts_of_other_lengths(model):
         assert torch.equal(ours, stock)
 
 
+def test_a_vocabulary_that_changes():
+    model = tiny_model("qwen3_moe", torch.float32).eval()
+    for size in (None, 80, 50):
+        if size is not None:
+            model.resize_token_embeddings(size)
+        stock, ours = both(model, PROMPT, max_new_tokens=6, do_sample=False, repetition_penalty=1.5)
+        assert torch.equal(ours, stock)
+
+
 def test_nan_of_an_earlier_prompt_are_gone():
     model = tiny_model("qwen3_moe", torch.float32).eval()
     wanted = model.generate(PROMPT[1:2, :3], max_new_tokens=9, do_sample=False)

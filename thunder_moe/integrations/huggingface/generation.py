@@ -213,10 +213,11 @@ class _Call:
             return input_ids
         texts, masked = len(input_ids), model_kwargs.get("attention_mask") is not None
         backend, room = self._backend(), -(-self.config.max_length // _ROOM) * _ROOM
-        key = (texts, room, masked, self.model.dtype, self.model.device, repr(backend))
+        vocabulary = self.model.config.get_text_config(decoder=True).vocab_size
+        key = (texts, room, masked, vocabulary, self.model.dtype, self.model.device, repr(backend))
         states = _STATES.setdefault(self.model, {})
         # A streamer or a criterion may generate, too: it must not find the state of the call that it is in.
-        state = states.pop(key, None) or self._new_state(texts, room, masked, backend)
+        state = states.pop(key, None) or self._new_state(texts, room, masked, vocabulary, backend)
         try:
             return self._generate(state, input_ids, choice, criteria, streamer, model_kwargs)
         finally:
@@ -257,7 +258,7 @@ class _Call:
         return ("inductor", None) if chosen is None else (chosen.backend, chosen.options)
 
     def _new_state(
-        self, texts: int, room: int, masked: bool, backend: tuple[str, dict[str, Any] | None] | None
+        self, texts: int, room: int, masked: bool, vocabulary: int, backend: tuple[str, dict[str, Any] | None] | None
     ) -> _State:
         def zeros(*shape: int, dtype: torch.dtype = torch.long) -> Tensor:
             return torch.zeros(shape, dtype=dtype, device=self.model.device)
@@ -266,7 +267,6 @@ class _Call:
         # transformers' layers of sliding windows count their tokens in a Python number, which a graph would keep.
         filled = zeros()
         cache.layers = [_Layer(room, filled) for _ in cache.layers]
-        vocabulary = self.model.config.get_text_config(decoder=True).vocab_size
         mask, seen = zeros(texts, room) if masked else None, zeros(texts, vocabulary, dtype=torch.bool)
         done = zeros(texts, dtype=torch.bool)
         state = _State(cache, filled, zeros(texts, 1), zeros(texts, 1), mask, seen, zeros(1), done)
