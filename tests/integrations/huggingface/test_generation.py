@@ -9,6 +9,7 @@ import weakref
 
 import pytest
 import torch
+import torch.distributed as dist
 from tiny_models import tiny_model
 from transformers import (
     CompileConfig,
@@ -222,6 +223,20 @@ def test_a_cache_of_another_kind_is_not_replaced(model, caplog):
         options = dict(max_new_tokens=4, do_sample=False, cache_implementation="offloaded")
         model.generate(PROMPT, custom_generate=fast_generate, **options)
     assert "cache_implementation is 'offloaded'" in caplog.text
+
+
+@pytest.mark.skipif(not (dist.is_available() and dist.is_gloo_available()), reason="wants a group of processes")
+def test_processes_that_share_weights_make_the_same_steps(caplog):
+    model = tiny_model("qwen3_moe", torch.float32).eval()
+    stock = model.generate(PROMPT, max_new_tokens=4, do_sample=False)
+    model._is_fsdp_managed_module = True  # as transformers marks a model that FSDP shards
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        ours = model.generate(PROMPT, max_new_tokens=4, do_sample=False, custom_generate=fast_generate)
+    finally:
+        dist.destroy_process_group()
+    assert torch.equal(ours, stock)
+    assert "several processes generate in step (synced_gpus)" in caplog.text
 
 
 def test_more_than_tokens(model, caplog):

@@ -29,6 +29,8 @@ from transformers import StaticCache
 from transformers.cache_utils import StaticLayer, StaticSlidingWindowLayer
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
 from transformers.generation.utils import GENERATION_MODES_MAPPING
+from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
+from transformers.integrations.fsdp import is_fsdp_managed_module
 
 from thunder_moe.compilers.dynamo.backend import compile_inner
 from thunder_moe.compilers.dynamo.decode_attention import fuse_decode_attention
@@ -82,7 +84,7 @@ def fast_generate(
         logits_processor: as `generate` has prepared it, and so are the other arguments.
         stopping_criteria: beside the maximum length, which `generation_config` has.
         generation_config: with its special tokens as tensors.
-        synced_gpus: True is served by transformers' own loop.
+        synced_gpus: True, and weights that FSDP or DeepSpeed's ZeRO 3 shards, are served by transformers' own loop.
         streamer: receives the prompt (B, P), then the new tokens (B,) of each step, on the CPU.
         **model_kwargs: attention_mask (B, P), position_ids (B, P), and the empty cache that `generate` has made, which
             stays empty.
@@ -90,6 +92,8 @@ def fast_generate(
     Returns:
         (B, P + new) token ids; after the end of a text, the padding token.
     """
+    # generate does not tell a function that weights are sharded, so that all processes have to make the same steps.
+    synced_gpus = synced_gpus or is_deepspeed_zero3_enabled() or is_fsdp_managed_module(model)
     reason = _reason_against(model, generation_config, synced_gpus, model_kwargs)
     choice = choice_of(logits_processor, generation_config)
     if reason is None and isinstance(choice, str):
