@@ -78,7 +78,7 @@ def main(argv: Sequence[str]) -> list[dict[str, Any]]:
 
 
 def _arguments(argv: Sequence[str]) -> argparse.Namespace:
-    result = parser("generate", __doc__ or "", shapes=False)
+    result = parser("generate", __doc__ or "", shapes=False, limits=False)
     result.set_defaults(rounds=3)
     result.add_argument("--model", type=one_of((*REAL, *CONFIGS)), help="(default: qwen3-30b-a3b, on a CPU qwen3_moe)")
     result.add_argument("--layers", type=positive, help="of a shortened model (default: all)")

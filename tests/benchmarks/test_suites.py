@@ -228,6 +228,7 @@ def test_layers_that_no_configuration_changes_are_not_tuned(tmp_path, capsys, mo
     monkeypatch.setattr(linear, "target", lambda device: h100)
     monkeypatch.setattr(linear, "_tuned", lambda x, *_: dict(point=[1, x.shape[0]], config=["tiled_mma"], us=1))
     monkeypatch.setattr(linear, "_write", lambda file, entries: None)
+    monkeypatch.setattr(linear, "COLD_BYTES", 100_000)
     monkeypatch.setattr(linear.select, "lay_out", lambda weight, layout: weight.to_layout("tiled_64x64"))
     monkeypatch.setitem(linear.LAYERS, "small", (64, 128))
     options = dict(device=torch.device("cpu"), layers=["small"], rows=[1, 8, 9], format="nvfp4", vllm=False)
@@ -302,6 +303,14 @@ def test_bad_arguments_are_named(capsys, arguments, message):
     with pytest.raises(SystemExit):
         main(["gemm", *arguments])
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["engine", "generate", "host", "load", "sharded"])
+def test_limits_that_a_suite_does_not_keep_are_refused(capsys, command):
+    for limit in ("--budget", "--slow"):
+        with pytest.raises(SystemExit):
+            main([command, limit, "1"])
+        assert f"unrecognized arguments: {limit} 1" in capsys.readouterr().err
 
 
 @thunder
