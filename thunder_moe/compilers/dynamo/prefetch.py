@@ -67,8 +67,8 @@ def _numbers_of(node: fx.Node) -> list[Any]:
         read = [given(node)["input"]]
     elif node.op == "call_method" and node.target in ("copy_", "fill_", "zero_"):
         read = node.all_input_nodes[1:]
-    elif kind == "getitem" and isinstance(value_of(node.args[0]), (list, tuple)):
-        read = [*node.args[0].all_input_nodes, *read]  # one of several views, as of torch.broadcast_tensors
+    elif kind == "getitem" and isinstance(value_of(given(node)["input"]), (list, tuple)):
+        read = [*given(node)["input"].all_input_nodes, *read]  # one of several views, as of torch.broadcast_tensors
     viewed = [each for each in read if storages_of(value_of(each)) & storages_of(value_of(node))]
     return viewed[:1] or [each for each in read if not isinstance(value_of(each), (*py_sym_types, torch.Size))]
 

@@ -93,7 +93,8 @@ def fast_generate(
         (B, P + new) token ids; after the end of a text, the padding token.
     """
     # generate does not tell a function that weights are sharded, so that all processes have to make the same steps.
-    synced_gpus = synced_gpus or is_deepspeed_zero3_enabled() or is_fsdp_managed_module(model)
+    zero3 = is_deepspeed_zero3_enabled()  # type: ignore[no-untyped-call]
+    synced_gpus = synced_gpus or zero3 or is_fsdp_managed_module(model)
     reason = _reason_against(model, generation_config, synced_gpus, model_kwargs)
     choice = choice_of(logits_processor, generation_config)
     if reason is None and isinstance(choice, str):
