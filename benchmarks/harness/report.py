@@ -50,16 +50,17 @@ NOISY = 0.2
 RESULTS = pathlib.Path(__file__).resolve().parents[1] / "results"
 
 
-def parser(command: str, description: str, *, shapes: bool = True) -> argparse.ArgumentParser:
+def parser(command: str, description: str, *, shapes: bool = True, limits: bool = True) -> argparse.ArgumentParser:
     """Return the parser of a subcommand, with the arguments that all timed ones have.
 
     Args:
         command: the subcommand's name.
         description: the docstring of its module, whose "Called by" lines --help leaves out.
         shapes: whether it takes --shapes.
+        limits: whether it takes --budget and --slow.
 
     Returns:
-        A parser with --device, --shapes, --output, --rounds, --budget and --slow.
+        A parser with --device, --output, --rounds and these.
     """
     result = command_parser(command, description)
     add_device(result)
@@ -75,20 +76,21 @@ def parser(command: str, description: str, *, shapes: bool = True) -> argparse.A
     result.add_argument(
         "--rounds", type=positive, default=50, help="most timed calls of a candidate (default: %(default)s)"
     )
-    result.add_argument(
-        "--budget",
-        type=_seconds,
-        default=1.0,
-        metavar="SECONDS",
-        help="per candidate of a row (default: %(default)s)",
-    )
-    result.add_argument(
-        "--slow",
-        type=_seconds,
-        default=2.5,
-        metavar="SECONDS",
-        help="a candidate whose call takes longer is called once, and the table says so (default: %(default)s)",
-    )
+    if limits:
+        result.add_argument(
+            "--budget",
+            type=_seconds,
+            default=1.0,
+            metavar="SECONDS",
+            help="per candidate of a row (default: %(default)s)",
+        )
+        result.add_argument(
+            "--slow",
+            type=_seconds,
+            default=2.5,
+            metavar="SECONDS",
+            help="a candidate whose call takes longer is called once, and the table says so (default: %(default)s)",
+        )
     return result
 
 

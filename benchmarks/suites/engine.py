@@ -123,7 +123,7 @@ def main(argv: Sequence[str]) -> list[dict[str, Any]]:
 
 
 def _arguments(argv: Sequence[str]) -> argparse.Namespace:
-    result = parser("engine", __doc__ or "", shapes=False)
+    result = parser("engine", __doc__ or "", shapes=False, limits=False)
     result.add_argument("--columns", type=comma_list(one_of(COLUMNS)), default=list(COLUMNS), help="default: all")
     result.add_argument("--model", type=one_of(MODELS), default=next(iter(MODELS)), help="default: %(default)s")
     result.add_argument(

@@ -72,16 +72,19 @@ def main(argv: Sequence[str]) -> list[dict[str, Any]]:
                         rows[-1] |= _measure(model, ids, args, LOOPS[loop], wanted)
                         bar.update()
     path = save(STEM, args.device, rows, args.output, model=args.model, layers=args.layers, attention=args.attention)
-    print(markdown(_table(rows)), path, _plot(path, rows, args.model), sep="\n")
+    print(f"{args.model}, attention {args.attention}", markdown(_table(rows)), path, sep="\n")
+    print(_plot(path, rows, args.model))
     return rows
 
 
 def _arguments(argv: Sequence[str]) -> argparse.Namespace:
-    result = parser("generate", __doc__ or "", shapes=False)
+    result = parser("generate", __doc__ or "", shapes=False, limits=False)
     result.set_defaults(rounds=3)
     result.add_argument("--model", type=one_of((*REAL, *CONFIGS)), help="(default: qwen3-30b-a3b, on a CPU qwen3_moe)")
     result.add_argument("--layers", type=positive, help="of a shortened model (default: all)")
-    result.add_argument("--attention", default="thunder_moe_sdpa", help="of all columns (default: %(default)s)")
+    result.add_argument(
+        "--attention", help="of all columns (default: thunder_moe_sdpa; eager for models without SDPA, such as GPT-OSS)"
+    )
     result.add_argument(
         "--columns", type=comma_list(one_of(COLUMNS)), default=COLUMNS, help=f"of: {', '.join(COLUMNS)} (default: all)"
     )
@@ -94,8 +97,10 @@ def _arguments(argv: Sequence[str]) -> argparse.Namespace:
     args.batch = args.batch or ([1, 8, 32] if on_cuda else [1])
     args.prompts = args.prompts or ([128, 2048] if on_cuda else [16])
     args.new = args.new or (384 if on_cuda else 16)
-    if not has_sdpa(args.model):
-        args.attention = "eager"
+    sdpa = has_sdpa(args.model)
+    if args.attention in ("sdpa", "thunder_moe_sdpa") and not sdpa:
+        result.error(f"argument --attention: got {args.attention} for {args.model}, which has no SDPA; wanted eager")
+    args.attention = args.attention or ("thunder_moe_sdpa" if sdpa else "eager")
     return args
 
 

@@ -78,7 +78,7 @@ def main(argv: Sequence[str]) -> list[dict[str, Any]]:
 
 
 def _arguments(argv: Sequence[str]) -> argparse.Namespace:
-    result = parser("host", __doc__ or "")
+    result = parser("host", __doc__ or "", limits=False)
     result.add_argument("--tokens", type=comma_list(positive), default=TOKENS, help=f"(default: {TOKENS})")
     args = result.parse_args(argv)
     args.shapes = args.shapes or ([SHAPES["qwen3-30b-a3b"]] if args.device.type == "cuda" else [TINY])

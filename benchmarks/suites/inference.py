@@ -151,6 +151,8 @@ def main(argv: Sequence[str]) -> list[Row]:
         for row in rows:
             if "metrics" in row:
                 _print_results(row, args)
+    for attention in dict.fromkeys(row["attention"] for row in rows if "attention" in row):
+        print(f"{args.model_name}, attention {attention}")
     print(markdown(_table(rows)))
     for row in rows:
         if "not_run" in row:

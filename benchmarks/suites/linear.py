@@ -5,7 +5,8 @@ The layers come from Qwen3-30B-A3B and Llama-4-Scout; projections that read the 
 time per call of many calls in a row, each with other weights (so many that no cache holds them), like the layers of a
 model: on CUDA one CUDA graph. `--format` is the weights' format. `--vllm` adds vLLM's kernels, Marlin and Humming, in
 vLLM's own layers. `--tune` times the promising configurations of the CUDA kernels, and writes the fastest of each
-layer and number of rows to configs.json; each result is compared with bf16 before.
+layer and number of rows to configs.json; each result is compared with bf16 before. Points at which a kernel without
+configurations runs are left out, and a line says which.
 """
 
 from __future__ import annotations
@@ -43,8 +44,10 @@ from thunder_moe.formats.registry import FORMATS, dequantize_expert
 from thunder_moe.formats.weight import PackedWeight
 from thunder_moe.kernels import select
 from thunder_moe.kernels.cuda import backend as cuda
-from thunder_moe.kernels.cuda import nvrtc
+from thunder_moe.kernels.cuda import direct, nvrtc
 from thunder_moe.kernels.cuda.configs import GemmConfig, Point, dense_candidates
+from thunder_moe.kernels.cuda.operands import target
+from thunder_moe.kernels.specs import GemmSpec, WeightSpec
 from thunder_moe.ops.scaled_mm import dense_operands, f16a_mxfp8weight_scaled_mm, f16a_nvfp4weight_scaled_mm
 from thunder_moe.progress import progress_bar
 
@@ -111,6 +114,10 @@ def _run(args: argparse.Namespace) -> list[dict[str, Any]]:
             x = torch.randn(count, k, dtype=torch.bfloat16, device=args.device)
             expected = x.float() @ exact.t()
             if args.tune is not None:
+                spec = WeightSpec(packed.layout, packed.format.name, per_row_scale=False)
+                if fixed := _fixed_kernel(GemmSpec(count, 1, n, k, x.dtype, spec, target(x.device))):
+                    tqdm.write(f"{name} {count}: nothing to tune, {fixed} runs")
+                    continue
                 entries.append(_tuned(x, expected, packs, args))
                 tqdm.write(f"{name} {count}: {entries[-1]['config']} {entries[-1]['us']} us")
                 continue
@@ -246,6 +253,11 @@ def _clock(calls: list[Call], device: torch.device) -> Callable[[], float]:
         return float(start.elapsed_time(end)) * 1e-3 / len(calls)
 
     return replay
+
+
+def _fixed_kernel(spec: GemmSpec) -> str | None:
+    """Return the name of the kernel that runs a dense layer whatever its configuration; None without one."""
+    return direct.explain_mm(spec).splitlines()[0] if direct.serves_mm(spec) else None
 
 
 def _tuned(x: Tensor, expected: Tensor, packs: list[PackedWeight], args: argparse.Namespace) -> dict[str, Any]:

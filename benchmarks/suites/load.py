@@ -73,7 +73,7 @@ def main(argv: Sequence[str]) -> list[dict[str, Any]]:
 
 
 def _arguments(argv: Sequence[str]) -> argparse.Namespace:
-    result = parser("load", __doc__ or "", shapes=False)
+    result = parser("load", __doc__ or "", shapes=False, limits=False)
     result.add_argument(
         "--model", type=one_of([*REAL, *CONFIGS]), default="qwen3-30b-a3b", help="(default: %(default)s)"
     )

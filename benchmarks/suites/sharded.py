@@ -54,7 +54,7 @@ def main(argv: Sequence[str]) -> list[dict[str, Any]]:
         RuntimeError: several processes compute something else than one.
         SystemExit: bad arguments.
     """
-    result = parser("sharded", __doc__ or "", shapes=False)
+    result = parser("sharded", __doc__ or "", shapes=False, limits=False)
     result.add_argument(
         "--model", type=one_of([*REAL, *CONFIGS]), default="qwen3-30b-a3b", help="(default: %(default)s)"
     )

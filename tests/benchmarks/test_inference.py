@@ -95,12 +95,14 @@ def test_layers_of_experts_between_dense_ones(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss", "llama4"])
-def test_unconverted_models_and_windows(tmp_path, name):
+def test_unconverted_models_and_windows(tmp_path, capsys, name):
     """The prompt is longer than the window of GPT-OSS."""
     arguments = ["--model-name", name, "--num-layers", "2", "--disable-moe-replacement", "--format", "mxfp8"]
     (row,), status = run("--mode", "eager", *arguments, output=tmp_path)
     assert status == 0
-    assert (row["column"], row["attention"]) == ("quantize_ linears", "eager" if name == "gpt_oss" else "sdpa")
+    attention = "eager" if name == "gpt_oss" else "sdpa"
+    assert (row["column"], row["attention"]) == ("quantize_ linears", attention)
+    assert f"{name}, attention {attention}\n" in capsys.readouterr().out
     assert 0 < row["relative_error"] < 0.05
 
 

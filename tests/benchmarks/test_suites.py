@@ -22,6 +22,7 @@ from benchmarks.harness.shapes import SHAPES
 from benchmarks.harness.timing import describe, machine_name
 from benchmarks.suites import linear, load, router
 from thunder_moe.kernels import dense, reference, training_reference
+from thunder_moe.kernels.specs import Target
 
 ROOT = Path(__file__).resolve().parents[2]
 HERE = machine_name(torch.device("cpu"))
@@ -67,7 +68,22 @@ def test_generate_runs_end_to_end(tmp_path, monkeypatch, capsys):
     assert [row["column"] for row in rows] == columns
     assert all(row["equal_tokens"] == 1.0 and row["tokens_per_second"] > 0 for row in rows)
     assert (tmp_path / f"generate_{HERE}.png").exists()
-    assert "| quantize_ fast" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "qwen3_moe, attention thunder_moe_sdpa\n" in printed
+    assert "| quantize_ fast" in printed
+
+
+def test_generate_says_which_attention_it_runs(tmp_path, monkeypatch, capsys):
+    pytest.importorskip("transformers")
+    tiny = {"gpt_oss": ("GptOssConfig", dict(num_local_experts=4, intermediate_size=32, head_dim=16))}
+    monkeypatch.setattr(models, "CONFIGS", tiny)
+    arguments = ["generate", "--device", "cpu", "--model", "gpt_oss", "--layers", "1", "--rounds", "1", "--new", "2"]
+    arguments += ["--prompts", "4", "--columns", "bf16 eager", "--output", str(tmp_path)]
+    main(arguments)
+    assert "gpt_oss, attention eager\n" in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        main([*arguments, "--attention", "thunder_moe_sdpa"])
+    assert "--attention: got thunder_moe_sdpa for gpt_oss, which has no SDPA; wanted eager" in capsys.readouterr().err
 
 
 def test_load_runs_end_to_end(tmp_path, monkeypatch, capsys):
@@ -207,6 +223,20 @@ def test_linear_runs_end_to_end(tmp_path, capsys, monkeypatch, format, stem):
         main(["linear", *arguments, "--tune", str(tmp_path / "configs.json")])
 
 
+def test_layers_that_no_configuration_changes_are_not_tuned(tmp_path, capsys, monkeypatch):
+    h100 = Target(torch.device("cuda", 0), 132, (9, 0))
+    monkeypatch.setattr(linear, "target", lambda device: h100)
+    monkeypatch.setattr(linear, "_tuned", lambda x, *_: dict(point=[1, x.shape[0]], config=["tiled_mma"], us=1))
+    monkeypatch.setattr(linear, "_write", lambda file, entries: None)
+    monkeypatch.setattr(linear, "COLD_BYTES", 100_000)
+    monkeypatch.setattr(linear.select, "lay_out", lambda weight, layout: weight.to_layout("tiled_64x64"))
+    monkeypatch.setitem(linear.LAYERS, "small", (64, 128))
+    options = dict(device=torch.device("cpu"), layers=["small"], rows=[1, 8, 9], format="nvfp4", vllm=False)
+    entries = linear._run(argparse.Namespace(**options, tune=tmp_path / "configs.json"))
+    assert [entry["point"] for entry in entries] == [[1, 9]]
+    assert "small 8: nothing to tune, mm_tiled_direct<" in capsys.readouterr().out
+
+
 def test_tuned_configurations_of_linears_replace_those_of_the_same_points(tmp_path):
     file = tmp_path / "configs.json"
     old, other, new = (
@@ -273,6 +303,14 @@ def test_bad_arguments_are_named(capsys, arguments, message):
     with pytest.raises(SystemExit):
         main(["gemm", *arguments])
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["engine", "generate", "host", "load", "sharded"])
+def test_limits_that_a_suite_does_not_keep_are_refused(capsys, command):
+    for limit in ("--budget", "--slow"):
+        with pytest.raises(SystemExit):
+            main([command, limit, "1"])
+        assert f"unrecognized arguments: {limit} 1" in capsys.readouterr().err
 
 
 @thunder

@@ -49,6 +49,23 @@ def test_a_backward_is_an_error():
         call(operands).sum().backward()
 
 
+@pytest.mark.parametrize("leaf", [True, False])
+@pytest.mark.parametrize(("place", "name"), [(3, "key_cache"), (4, "value_cache")])
+def test_a_cache_that_requires_grad_is_an_error(place, name, leaf):
+    operands = make("cpu", torch.float32, 1, 4, 2, 64, 10)
+    operands[place].requires_grad_()
+    before = operands[place].detach().clone()
+    for run in (call, torch.compile(call, backend="aot_eager")):
+        changed = [*operands]
+        changed[place] = operands[place] if leaf else operands[place] * 1
+        with pytest.raises(Exception, match=f"{name}: got a tensor that requires grad"):
+            run(changed)
+        assert torch.equal(changed[place], before)
+    with torch.no_grad():
+        call(operands)
+    assert not torch.equal(operands[place], before)
+
+
 @pytest.mark.parametrize(
     ("place", "name", "bad"),
     [

@@ -623,6 +623,19 @@ def no_gpu(meshes):
     return "nothing was raised"
 
 
+def shallow_copies(meshes):
+    moe = parallelize_module(layer(), meshes.two, TensorParallel())
+    x, outcomes = torch.randn(1, 4, H), []
+    moe(x)
+    for module in (moe, moe.shared_expert.gate_proj):
+        try:
+            copy.copy(module)(x)
+            outcomes.append("nothing was raised")
+        except ValueError as reason:
+            outcomes.append(str(reason))
+    return outcomes
+
+
 def too_many(meshes):
     moe = parallelize_module(layer(), meshes.two, ExpertParallel(exchange="all_gather", capacity=3))
     try:

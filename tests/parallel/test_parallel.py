@@ -181,6 +181,13 @@ def test_more_tokens_than_a_gather_has_room_for(run):
     assert all("at most capacity = 3 tokens" in outcome for outcome in run(programs.too_many))
 
 
+def test_shallow_copies_are_refused(run):
+    """They would compute with the modules of the original, also after they were given others."""
+    for of_layer, of_linear in run(programs.shallow_copies):
+        assert "got a shallow copy of a parallel Llama4MoE" in of_layer
+        assert "got a shallow copy of a parallel Linear" in of_linear
+
+
 def test_symmetric_memory_wants_gpus(run):
     assert all("wanted CUDA devices" in outcome for outcome in run(programs.no_gpu))
 

@@ -115,6 +115,7 @@ _TABLE = (
     Spelling("zeros", "input ...", "new_zeros", "zeros_like zeros"),
     Spelling("empty", "input ...", "new_empty", "empty_like empty"),
     Spelling("ones", "input ...", "new_ones", "ones_like ones"),
+    Spelling("full", "input size fill_value ...", "new_full"),
     Spelling("full_like", "input fill_value ...", "", "full_like"),
     # Arithmetic
     Spelling("add", "input other", "add add_", functions=(operator.add, operator.iadd, aten.add.Tensor)),

@@ -1,7 +1,7 @@
 """Chooses: which backend runs a grouped GEMM on a device with weights in a number format, which layout of
 weights it reads best, and what quantizes them.
-Called by ops, nn, weight_cache, quantization and integrations; calls kernels.cpu, .cuda, .reference (plain torch, for
-any device), .training_reference and .w4a4.
+Called by ops and the layers above; calls kernels.cpu, .cuda, .reference (plain torch, for any device),
+.training_reference and .w4a4.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 """Warns of slow paths, each once per process: what is slow, for what operands, and what to do.
-Called by kernels, nn and compilers.dynamo; calls formats.
+Called by kernels, nn, weight_cache, compilers.dynamo and integrations.huggingface; calls formats.
 """
 
 from __future__ import annotations

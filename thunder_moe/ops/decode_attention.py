@@ -146,8 +146,9 @@ def decode_attention(
         (B, Hq, D), contiguous.
 
     Raises:
-        ValueError: a tensor has the wrong shape, dtype or device, or (on a CPU) position is outside of the cache. On
-            CUDA such a position stops the device, as it does for ``index_copy_``.
+        ValueError: a tensor has the wrong shape, dtype or device, a cache requires grad while gradients are enabled, or
+            (on a CPU) position is outside of the cache. On CUDA such a position stops the device, as it does for
+            ``index_copy_``.
     """
     kernel = select(query.device).decode_attention
     result: Tensor = kernel(

@@ -253,6 +253,12 @@ class Operator:
         if torch._C.is_grad_enabled() and torch._C._any_requires_grad(*args):
             assert self._differentiably is not None
             refuse_transformed_gradients()
+            for name in self.mutates:
+                if args[self._positional.index(name)].requires_grad:
+                    raise ValueError(
+                        f"{name}: got a tensor that requires grad, which {self.name} changes in place; wanted one that"
+                        " does not, or a call under torch.no_grad()"
+                    )
             return self._differentiably(keys, options, *args)
         if plain:
             return self._run_known(args, options)

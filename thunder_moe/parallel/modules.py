@@ -12,7 +12,6 @@ Legend: T tokens, A = top_k, M rows sorted by expert, E experts, H hidden_size.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -35,7 +34,7 @@ from thunder_moe.ops.experts import moe_experts
 from thunder_moe.ops.operator import is_plain_eager
 from thunder_moe.parallel.exchange import Exchange, Sent, wait
 from thunder_moe.parallel.load import load_buffers, record
-from thunder_moe.parallel.shards import weight_sharding_of
+from thunder_moe.parallel.shards import set_forward, weight_sharding_of
 from thunder_moe.routing import expert_of_row, live_rows
 from thunder_moe.training import GroupedMLP, NVFP4GroupedMLP
 
@@ -58,8 +57,7 @@ def make_parallel(module: nn.Module, exchange: Exchange | None, chunks: int, mes
     """
     made: Any = module
     made.exchange, made.chunks, made.mesh = exchange, chunks, mesh
-    # A bound method of another function cannot be pickled.
-    made.forward = partial(_layer_forward if isinstance(module, Llama4MoE) else _rows_forward, module)
+    set_forward(module, _layer_forward if isinstance(module, Llama4MoE) else _rows_forward)
 
 
 def _rows_forward(experts: Any, x: Tensor, offsets: Tensor, scales: Tensor | None = None, **buffers: Any) -> Tensor:

@@ -1,12 +1,13 @@
 """Shards the weights of experts over ranks: 16-bit parameters become DTensors; packed modules keep the shard of their
 rank, and their state dicts have DTensors, which torch.distributed.checkpoint reshards.
-Called by parallel.styles; calls torch.distributed.tensor and the modules of nn.
+Called by parallel.styles and parallel.modules; calls torch.distributed.tensor and the modules of nn.
 
 Legend: R ranks. Dim 0 counts experts, 1 out_features, 2 in_features; dense layers lack the first.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeGuard
@@ -25,7 +26,7 @@ from thunder_moe.nn import GroupedLinear, NVFP4GroupedLinear
 from thunder_moe.nn.lora import LoRALinear
 from thunder_moe.nn.packed import PackedModule
 
-__all__ = ["WeightSharding", "check_sharding", "shard_weight_"]
+__all__ = ["WeightSharding", "check_sharding", "set_forward", "shard_weight_"]
 
 # For each dimension of a mesh: the dimension of a tensor that it shards; None: replicated.
 Dims = tuple[int | None, ...]
@@ -210,8 +211,23 @@ def shard_weight_(linear: nn.Module, sharding: WeightSharding, source: int | Non
     if _has_experts_dim(linear):
         linear._sharded = sharding.stacked == 1
     if isinstance(linear, nn.Linear):
-        vars(linear)["forward"] = partial(_local_linear, linear)
+        set_forward(linear, _local_linear)
     linear.register_state_dict_post_hook(_save_dtensors)
+
+
+def set_forward(module: nn.Module, forward: Callable[..., Tensor]) -> None:
+    """Make calls of a module return ``forward(module, ...)``, and calls of its shallow copies a ValueError."""
+    # A bound method of another function cannot be pickled.
+    vars(module)["forward"] = partial(forward, module)
+    module.register_forward_pre_hook(partial(_refuse_copy, module))
+
+
+def _refuse_copy(original: nn.Module, module: nn.Module, _: Any) -> None:
+    if module is not original:
+        raise ValueError(
+            f"module: got a shallow copy of a parallel {type(module).__name__}, whose forward reads the original's"
+            " weights; wanted copy.deepcopy of it"
+        )
 
 
 def _local_linear(linear: Any, x: Tensor) -> Tensor:

@@ -66,10 +66,28 @@ def test_the_first_kernel_of_a_graph_waits(weight):
         lambda x: x.view_as(norm(x)),
         lambda x: x.bfloat16().type_as(norm(x)),
         lambda x: torch.zeros_like(norm(x)),
+        lambda x: norm(x).new_full((1, K), 2.0),
+        lambda x: norm(x).copy_(x),
+        lambda x: norm(x).zero_(),
+        lambda x: torch.broadcast_tensors(norm(x), x)[1],
+        lambda x: torch.atleast_2d(norm(x), x)[1],
     ],
 )
 def test_a_kernel_that_inductor_leaves_out_is_none(weight, input_of):
     assert prefetched(lambda x: linear(input_of(x), weight), torch.randn(1, K)) == [False]
+
+
+@pytest.mark.parametrize(
+    "view_of",
+    [
+        lambda x: torch.broadcast_tensors(x, x.new_ones(3, 1, K))[0][0],
+        lambda x: torch.cat([x, x]).chunk(2)[1],
+        lambda x: x.view(K).as_strided((1, K), (K, 1)).expand(1, K)[:, :].reshape(1, K),
+    ],
+)
+def test_views_of_a_result_are_behind_its_kernel(weight, view_of):
+    assert prefetched(lambda x: linear(view_of(norm(x)), weight), torch.randn(1, K)) == [True]
+    assert prefetched(lambda x: linear(view_of(x), weight), torch.randn(1, K)) == [False]
 
 
 def test_operands_by_keyword_wait(weight):

@@ -2,14 +2,23 @@
 Called by pytest; calls thunder_moe and transformers. tests/gpu/test_gpu_generation.py has the CUDA graphs.
 """
 
+import contextlib
 import functools
 import gc
 import weakref
 
 import pytest
 import torch
+import torch.distributed as dist
 from tiny_models import tiny_model
-from transformers import CompileConfig, StaticCache, StoppingCriteria, StoppingCriteriaList
+from transformers import (
+    CompileConfig,
+    DynamicCache,
+    MaxLengthCriteria,
+    StaticCache,
+    StoppingCriteria,
+    StoppingCriteriaList,
+)
 
 from thunder_moe import fast_generate, quantize_
 from thunder_moe.formats.nvfp4 import quantize
@@ -78,6 +87,15 @@ def test_a_cache_serves_prompts_of_other_lengths(model):
         assert torch.equal(ours, stock)
 
 
+def test_a_vocabulary_that_changes():
+    model = tiny_model("qwen3_moe", torch.float32).eval()
+    for size in (None, 80, 50):
+        if size is not None:
+            model.resize_token_embeddings(size)
+        stock, ours = both(model, PROMPT, max_new_tokens=6, do_sample=False, repetition_penalty=1.5)
+        assert torch.equal(ours, stock)
+
+
 def test_nan_of_an_earlier_prompt_are_gone():
     model = tiny_model("qwen3_moe", torch.float32).eval()
     wanted = model.generate(PROMPT[1:2, :3], max_new_tokens=9, do_sample=False)
@@ -111,6 +129,13 @@ def test_other_criteria(model):
     assert torch.equal(ours, stock)
 
 
+def test_a_shorter_length_among_the_criteria(model):
+    criteria = StoppingCriteriaList([MaxLengthCriteria(PROMPT.shape[1] + 3)])
+    stock, ours = both(model, PROMPT, max_new_tokens=16, do_sample=False, stopping_criteria=criteria)
+    assert torch.equal(ours, stock)
+    assert ours.shape[1] == PROMPT.shape[1] + 3
+
+
 def test_max_time(model):
     ours = model.generate(PROMPT, max_new_tokens=16, do_sample=False, max_time=1e-9, custom_generate=fast_generate)
     assert ours.shape[1] == PROMPT.shape[1] + 1
@@ -128,11 +153,16 @@ class Streamer:
 
 
 def test_streamers(model):
-    streamer = Streamer()
-    generate = functools.partial(fast_generate, streamer=streamer)  # generate(streamer=) does not reach a function
-    ours = model.generate(PROMPT[1:2], max_new_tokens=5, do_sample=False, custom_generate=generate)
-    assert streamer.ended
-    assert torch.equal(torch.cat(streamer.tokens), ours[0, PROMPT.shape[1] :])
+    """They receive what generate gives a streamer of its own, the prompt first."""
+    stock, ours = Streamer(), Streamer()
+    generate = functools.partial(fast_generate, streamer=ours)  # generate(streamer=) does not reach a function
+    for options in ({}, dict(no_repeat_ngram_size=2)):  # the last one runs in transformers' loop
+        options = dict(max_new_tokens=5, do_sample=False) | options
+        model.generate(PROMPT[1:2], streamer=stock, **options)
+        model.generate(PROMPT[1:2], custom_generate=generate, **options)
+        assert ours.ended
+        assert len(ours.tokens) == len(stock.tokens)
+        assert all(torch.equal(*pair) for pair in zip(ours.tokens, stock.tokens, strict=True))
 
 
 def test_a_streamer_that_generates(model):
@@ -142,7 +172,7 @@ def test_a_streamer_that_generates(model):
     class Generates(Streamer):
         def put(self, value):
             super().put(value)
-            if len(self.tokens) == 3:
+            if len(self.tokens) == 4:
                 inner.append(model.generate(other, max_new_tokens=8, do_sample=False, custom_generate=fast_generate))
 
     generate = functools.partial(fast_generate, streamer=Generates())
@@ -173,6 +203,40 @@ def test_the_stock_loop_runs_what_is_not_known(model, options, reason, caplog):
     stock, ours = both(model, PROMPT, max_new_tokens=4, do_sample=False, **options)
     assert torch.equal(ours, stock)
     assert f"fast_generate: transformers' own loop runs: {reason}" in caplog.text
+
+
+def test_a_cache_of_the_caller_holds_the_tokens(model, caplog):
+    caches = [DynamicCache(config=model.config) for _ in range(2)]
+    stock, ours = (
+        model.generate(PROMPT, max_new_tokens=4, do_sample=False, past_key_values=cache, **options)
+        for cache, options in zip(caches, ({}, {"custom_generate": fast_generate}), strict=True)
+    )
+    assert torch.equal(ours, stock)
+    if not hasattr(caches[0], "_is_user_defined"):
+        pytest.skip("this transformers does not mark caches of the caller's")
+    assert caches[1].get_seq_length() == caches[0].get_seq_length() > 0
+    assert "the call gets a cache, which is to hold its tokens" in caplog.text
+
+
+def test_a_cache_of_another_kind_is_not_replaced(model, caplog):
+    with contextlib.suppress(AssertionError, ImportError, RuntimeError):  # offloading needs a GPU
+        options = dict(max_new_tokens=4, do_sample=False, cache_implementation="offloaded")
+        model.generate(PROMPT, custom_generate=fast_generate, **options)
+    assert "cache_implementation is 'offloaded'" in caplog.text
+
+
+@pytest.mark.skipif(not (dist.is_available() and dist.is_gloo_available()), reason="wants a group of processes")
+def test_processes_that_share_weights_make_the_same_steps(caplog):
+    model = tiny_model("qwen3_moe", torch.float32).eval()
+    stock = model.generate(PROMPT, max_new_tokens=4, do_sample=False)
+    model._is_fsdp_managed_module = True  # as transformers marks a model that FSDP shards
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        ours = model.generate(PROMPT, max_new_tokens=4, do_sample=False, custom_generate=fast_generate)
+    finally:
+        dist.destroy_process_group()
+    assert torch.equal(ours, stock)
+    assert "several processes generate in step (synced_gpus)" in caplog.text
 
 
 def test_more_than_tokens(model, caplog):

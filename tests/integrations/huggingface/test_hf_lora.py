@@ -104,6 +104,19 @@ def test_around_the_operator(name):
     assert all(relative_error(got, want) < 3e-5 for got, want in zip(grads, wanted, strict=True))
 
 
+def test_projections_of_two_formats():
+    """Each projection runs the operator of its own format, where none runs the whole layer."""
+    model, other = (quantize_(tiny_model("qwen3_moe"), format=format) for format in ("nvfp4", "mxfp8"))
+    for layer, of_other in zip(model.model.layers, other.model.layers, strict=True):
+        layer.mlp.experts.down_proj = of_other.mlp.experts.down_proj
+    add_lora_(model, 4, 8, dropout=1e-12)
+    assert {linear.format_name for linear in lora_linears(model).values()} == {"nvfp4", "mxfp8"}
+    logits, grads = gradients(model.train())
+    expected, wanted = expected_of(model)
+    assert relative_error(logits, expected) < 1e-5
+    assert all(relative_error(got, want) < 3e-5 for got, want in zip(grads, wanted, strict=True))
+
+
 def test_own_gates():
     model = adapted("qwen3_moe")
     for layer in model.model.layers:

@@ -2,6 +2,7 @@
 Called by pytest, where vLLM is installed (`make test-vllm`).
 """
 
+import inspect
 import json
 from pathlib import Path
 from types import SimpleNamespace
@@ -43,6 +44,7 @@ from thunder_moe.integrations.vllm.configs import (
     ThunderModelOptNvFp4Config,
 )
 from thunder_moe.integrations.vllm.experts import ThunderExperts, unsupported_reason
+from thunder_moe.integrations.vllm.lora import ThunderLoRAExperts
 
 E, T, A, H, I = 8, 5, 2, 64, 32  # noqa: E741
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 6e-3}
@@ -303,6 +305,17 @@ class TestCompressedTensors:
         (line,) = said
         assert f"{format.upper()} experts do not run" in line
         assert "GptOssRoutedExperts knows vLLM's classes by name" in line
+
+
+@pytest.mark.parametrize("cls", [ThunderExperts, ThunderBatchedExperts, ThunderLoRAExperts])
+def test_methods_have_the_parameters_of_vllm(cls):
+    methods = vars(mk.FusedMoEExpertsModular).keys() | vars(mk.FusedMoEExperts).keys()
+    public = [name for name in methods if not name.startswith("_") and callable(getattr(cls, name))]
+    assert "apply" in public
+    for name in public:
+        wanted = inspect.signature(getattr(mk.FusedMoEExpertsModular, name)).parameters.values()
+        got = inspect.signature(getattr(cls, name)).parameters.values()
+        assert [(p.name, p.kind) for p in got] == [(p.name, p.kind) for p in wanted], name
 
 
 @pytest.mark.parametrize("place", ["first", "last"])

@@ -63,12 +63,17 @@ def prefetch_operands(scopes: Sequence[Scope]) -> None:
 def _numbers_of(node: fx.Node) -> list[Any]:
     """Return the nodes whose numbers a node reads. A compiler does not run a node for its size or dtype alone, as y in
     x.expand_as(y)."""
-    kind = kind_of(node)
-    if kind in ("zeros", "empty", "ones", "full_like"):
+    kind, read = kind_of(node), node.all_input_nodes
+    if kind in ("zeros", "empty", "ones", "full", "full_like"):
         return []
-    read = [given(node)["input"]] if kind == "cast" else node.all_input_nodes
+    if kind == "cast":
+        read = [given(node)["input"]]
+    elif node.op == "call_method" and node.target in ("copy_", "fill_", "zero_"):
+        read = node.all_input_nodes[1:]
+    elif kind == "getitem" and isinstance(value_of(given(node)["input"]), (list, tuple)):
+        read = [*given(node)["input"].all_input_nodes, *read]  # one of several views, as of torch.broadcast_tensors
     viewed = [each for each in read if storages_of(value_of(each)) & storages_of(value_of(node))]
-    return viewed or [each for each in read if not isinstance(value_of(each), (*py_sym_types, torch.Size))]
+    return viewed[:1] or [each for each in read if not isinstance(value_of(each), (*py_sym_types, torch.Size))]
 
 
 def _launches(node: fx.Node) -> bool:

@@ -29,6 +29,8 @@ from transformers import StaticCache
 from transformers.cache_utils import StaticLayer, StaticSlidingWindowLayer
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
 from transformers.generation.utils import GENERATION_MODES_MAPPING
+from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
+from transformers.integrations.fsdp import is_fsdp_managed_module
 
 from thunder_moe.compilers.dynamo.add_norm import fuse_add_norms
 from thunder_moe.compilers.dynamo.backend import compile_inner
@@ -70,7 +72,7 @@ def fast_generate(
 
     It knows greedy search and sampling with temperature, top-k, top-p, min-p, repetition penalty and minimum lengths,
     stop tokens, stop strings and other stopping criteria, `max_time`, left-padded prompts, and streamers. Calls that
-    ask for anything else (beams, scores, a cache that holds tokens, ...) run in transformers' own loop, and the logger
+    ask for anything else (beams, scores, a cache of the caller's, ...) run in transformers' own loop, and the logger
     "thunder_moe" says why.
 
     transformers 5.24 hands neither `streamer` nor `tokenizer` of `generate` to a function. Give a streamer by
@@ -83,17 +85,23 @@ def fast_generate(
         logits_processor: as `generate` has prepared it, and so are the other arguments.
         stopping_criteria: beside the maximum length, which `generation_config` has.
         generation_config: with its special tokens as tensors.
-        synced_gpus: True is served by transformers' own loop.
-        streamer: receives the new tokens (B,) of each step, on the CPU.
-        **model_kwargs: attention_mask (B, P), position_ids (B, P), an empty cache.
+        synced_gpus: True, and weights that FSDP or DeepSpeed's ZeRO 3 shards, are served by transformers' own loop.
+        streamer: receives the prompt (B, P), then the new tokens (B,) of each step, on the CPU.
+        **model_kwargs: attention_mask (B, P), position_ids (B, P), and the empty cache that `generate` has made, which
+            stays empty.
 
     Returns:
         (B, P + new) token ids; after the end of a text, the padding token.
     """
+    # generate does not tell a function that weights are sharded, so that all processes have to make the same steps.
+    zero3 = is_deepspeed_zero3_enabled()  # type: ignore[no-untyped-call]
+    synced_gpus = synced_gpus or zero3 or is_fsdp_managed_module(model)
     reason = _reason_against(model, generation_config, synced_gpus, model_kwargs)
     choice = choice_of(logits_processor, generation_config)
     if reason is None and isinstance(choice, str):
         reason = choice
+    if streamer is not None:
+        streamer.put(input_ids.cpu())  # as generate does with a streamer of its own: `skip_prompt` drops it
     if reason is None and not isinstance(choice, str):
         with _LOCK:
             return _Call(model, generation_config).run(input_ids, choice, stopping_criteria, streamer, model_kwargs)
@@ -127,6 +135,10 @@ def _reason_against(model: Any, config: Any, synced_gpus: bool, model_kwargs: di
     cache = model_kwargs.get("cache", model_kwargs.get("past_key_values"))
     if cache is not None and int(cache.get_seq_length()) > 0:
         return "the cache holds tokens already"
+    if getattr(cache, "_is_user_defined", False):  # not set by older versions, in which such a cache stays empty
+        return "the call gets a cache, which is to hold its tokens"
+    if str(config.cache_implementation).startswith(("offloaded", "quantized")):
+        return f"cache_implementation is {config.cache_implementation!r}"
     if len({*getattr(model, "hf_device_map", {"": 0}).values()}) > 1:
         return "the model is spread over several devices"
     layers = StaticCache(config=model.config, max_cache_len=1).layers
@@ -207,10 +219,11 @@ class _Call:
             return input_ids
         texts, masked = len(input_ids), model_kwargs.get("attention_mask") is not None
         backend, room = self._backend(), -(-self.config.max_length // _ROOM) * _ROOM
-        key = (texts, room, masked, self.model.dtype, self.model.device, repr(backend))
+        vocabulary = self.model.config.get_text_config(decoder=True).vocab_size
+        key = (texts, room, masked, vocabulary, self.model.dtype, self.model.device, repr(backend))
         states = _STATES.setdefault(self.model, {})
         # A streamer or a criterion may generate, too: it must not find the state of the call that it is in.
-        state = states.pop(key, None) or self._new_state(texts, room, masked, backend)
+        state = states.pop(key, None) or self._new_state(texts, room, masked, vocabulary, backend)
         try:
             return self._generate(state, input_ids, choice, criteria, streamer, model_kwargs)
         finally:
@@ -251,7 +264,7 @@ class _Call:
         return ("inductor", None) if chosen is None else (chosen.backend, chosen.options)
 
     def _new_state(
-        self, texts: int, room: int, masked: bool, backend: tuple[str, dict[str, Any] | None] | None
+        self, texts: int, room: int, masked: bool, vocabulary: int, backend: tuple[str, dict[str, Any] | None] | None
     ) -> _State:
         def zeros(*shape: int, dtype: torch.dtype = torch.long) -> Tensor:
             return torch.zeros(shape, dtype=dtype, device=self.model.device)
@@ -260,7 +273,6 @@ class _Call:
         # transformers' layers of sliding windows count their tokens in a Python number, which a graph would keep.
         filled = zeros()
         cache.layers = [_Layer(room, filled) for _ in cache.layers]
-        vocabulary = self.model.config.get_text_config(decoder=True).vocab_size
         mask, seen = zeros(texts, room) if masked else None, zeros(texts, vocabulary, dtype=torch.bool)
         done = zeros(texts, dtype=torch.bool)
         state = _State(cache, filled, zeros(texts, 1), zeros(texts, 1), mask, seen, zeros(1), done)
@@ -382,7 +394,10 @@ class _Stop:
         self, criteria: Any, input_ids: Tensor, streamer: Any, new_tokens: int, pad: int | None, on_cuda: bool
     ) -> None:
         texts, self.prompt = input_ids.shape
-        self.criteria = [criterion for criterion in criteria if not isinstance(criterion, MaxLengthCriteria)]
+        longest = self.prompt + new_tokens  # the loop itself ends there
+        self.criteria = [
+            each for each in criteria if not isinstance(each, MaxLengthCriteria) or each.max_length < longest
+        ]
         self.streamer, self.pad, self.on_cuda = streamer, pad, on_cuda
         self.ids = torch.zeros(texts, self.prompt + new_tokens, dtype=torch.long)
         self.ids[:, : self.prompt] = input_ids

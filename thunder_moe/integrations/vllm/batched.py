@@ -53,9 +53,12 @@ class ThunderBatchedExperts(ThunderExperts):
         """Return (E, R, 2I, H, A)."""
         return w1.shape[0], a1.shape[1], w1.shape[1], a1.shape[2], topk_ids.shape[1]
 
-    def apply(  # type: ignore[override]  # vLLM calls it with names
-        self, output: Tensor, hidden_states: Tensor, activation: MoEActivation, expert_tokens_meta: Any, **unused: Any
-    ) -> None:
+    def apply(
+        self, output: Tensor, hidden_states: Tensor, w1: Tensor, w2: Tensor, topk_weights: Tensor, topk_ids: Tensor,
+        activation: MoEActivation, global_num_experts: int, expert_map: Tensor | None, a1q_scale: Tensor | None,
+        a2_scale: Tensor | None, workspace13: Tensor, workspace2: Tensor, expert_tokens_meta: Any,
+        apply_router_weight_on_input: bool,
+    ) -> None:  # fmt: skip
         """Run like `ThunderExperts.apply`, (E, R, H) into (E, R, H); `expert_tokens_meta` has the rows in use."""
         experts, rows, width = hidden_states.shape
         device = hidden_states.device

@@ -190,11 +190,15 @@ class ThunderExperts(mk.FusedMoEExpertsModular):  # type: ignore[misc]
         return known[1]
 
     def apply(
-        self, output: Tensor, hidden_states: Tensor, w1: Tensor, topk_weights: Tensor, topk_ids: Tensor,
-        activation: MoEActivation, global_num_experts: int, expert_map: Tensor | None,
-        apply_router_weight_on_input: bool, **unused: Any,
+        self, output: Tensor, hidden_states: Tensor, w1: Tensor, w2: Tensor, topk_weights: Tensor, topk_ids: Tensor,
+        activation: MoEActivation, global_num_experts: int, expert_map: Tensor | None, a1q_scale: Tensor | None,
+        a2_scale: Tensor | None, workspace13: Tensor, workspace2: Tensor, expert_tokens_meta: Any,
+        apply_router_weight_on_input: bool,
     ) -> None:  # fmt: skip
         """Writes the weighted sum (T, H) of the experts of this rank into `output`.
+
+        The parameters are vLLM's. Activations stay in 16 bits, so their scales are not read; neither are w2, the
+        workspaces and the counts of tokens.
 
         Args:
             output: (T, H).
@@ -206,7 +210,6 @@ class ThunderExperts(mk.FusedMoEExpertsModular):  # type: ignore[misc]
             global_num_experts: of all ranks.
             expert_map: (experts of all ranks,) -> experts of this rank, -1 for experts of others; None for one rank.
             apply_router_weight_on_input: True for Llama 4's layers.
-            **unused: scales of activations, which stay in 16 bits, w2, workspaces and counts of tokens.
         """
         ids = local_ids(topk_ids, expert_map)
         weights = torch.ones_like(topk_weights) if apply_router_weight_on_input else topk_weights

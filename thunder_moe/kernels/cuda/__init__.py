@@ -1,1 +1,1 @@
-"""The CUDA backend: `backend` compiles (nvrtc) and launches what is in src/. Called by kernels.select."""
+"""The CUDA backend: `backend` and `training` launch what is in src/, compiled by `nvrtc`. Called by kernels.select."""

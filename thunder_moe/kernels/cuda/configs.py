@@ -1,6 +1,6 @@
 """Chooses the CUDA kernel of a grouped GEMM and its template parameters: the best measured ones, else by rule.
-Called by plan.py, operators.py and low_rank.py beside it, and by benchmarks/suites/tune.py, which writes configs.json;
-calls arguments.py.
+Called by plan.py, operators.py and low_rank.py beside it, and by benchmarks/suites/{tune,linear}.py, which write
+configs.json; calls arguments.py.
 """
 
 from __future__ import annotations

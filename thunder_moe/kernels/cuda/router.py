@@ -1,5 +1,5 @@
 """Chooses the launches of a router: the kernels of src/router.cu, and the sizes of their grids.
-Called by kernels/cuda/operators.py; calls chain.py beside it.
+Called by operators.py and backend.py beside it, and by compilers/routers.py (`unserved_reason`); calls chain.py.
 """
 
 from __future__ import annotations

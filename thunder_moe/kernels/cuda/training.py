@@ -1,6 +1,6 @@
 """The kernels of training on CUDA: grouped GEMMs with zeros past the end and their gradients, biases, activations.
-Called through kernels/select.py, with the functions of kernels/training_reference.py; calls the launches of
-backend.py for src/activation.cu and src/bias.cu, linear.py and wgrad.py beside it, and torch._grouped_mm.
+Called through kernels/select.py, with the functions of kernels/training_reference.py; calls launch.py
+for src/activation.cu and src/bias.cu, backend.py, linear.py, low_rank.py and wgrad.py beside it, and torch._grouped_mm.
 
 Nothing synchronizes with the host. torch's grouped GEMM does so in float16 and float32, and on some devices: it is not
 called there. Nothing is added by atomics. Operands may have any strides and alignment: operands that kernels cannot

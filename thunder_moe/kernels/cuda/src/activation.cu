@@ -1,5 +1,5 @@
 // The activations of training, forward and backward: SwiGLU or squared ReLU of (M, 2 I) or (M, I) rows, times a scale per row.
-// Compiled at run time by kernels/cuda/training.py behind common.cuh; tests/emulator/cuda_emulator.h runs it on a CPU.
+// Compiled at run time for kernels/cuda/training.py behind common.cuh; tests/emulator/cuda_emulator.h runs it on a CPU.
 // kThreadsPerRow threads compute a row, each 8 features at a time, in float32, rounded once. Bound by memory.
 
 struct ActivationArguments {

@@ -1,5 +1,5 @@
 // The biases of experts, added to rows, and their gradients: sums over each expert's rows, in an order that depends on the offsets.
-// Compiled at run time by kernels/cuda/training.py behind activation.cu; tests/emulator/cuda_emulator.h runs it on a CPU.
+// Compiled at run time for kernels/cuda/training.py behind activation.cu; tests/emulator/cuda_emulator.h runs it on a CPU.
 //
 // Gradients: the rows of each expert are cut into chunks of kChunkRows. bias_grad_chunks adds up each chunk, bias_grad_reduce the chunks of
 // an expert; the first kernel writes the sum of an expert with one chunk. No atomics: each run gives the same bits. Bound by memory.

@@ -1,5 +1,5 @@
 // Types, 16-bit floats, a prefix sum over a thread block, and the SwiGLU activation, for all CUDA kernels.
-// Compiled in front of every kernel by kernels/cuda/backend.py and kernels/cuda/configs.py; calls nothing.
+// Compiled in front of every kernel, as kernels/cuda/nvrtc.py compiles files in the order that it is given; calls nothing.
 // tests/emulator/cuda_emulator.h has CPU versions of the functions that are inline PTX here.
 
 #ifdef CUDA_EMULATOR

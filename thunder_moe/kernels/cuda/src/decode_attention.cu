@@ -1,5 +1,5 @@
 // Attention of one new token per text behind its projections: norms, rotary embedding, the write to the cache, softmax(q k) v.
-// Compiled at run time by kernels/cuda/decode_attention.py behind common.cuh and ptx.cuh; tests/emulator/cuda_emulator.h runs it on a CPU.
+// Compiled at run time for kernels/cuda/decode_attention.py behind common.cuh and ptx.cuh; tests/emulator/cuda_emulator.h runs it on a CPU.
 //
 // A cluster of SPLITS blocks has the heads of a text that share keys. Its warps take 16 keys at a time, from global memory into
 // registers, as left operands of the tensor cores: scores (16 keys, queries), and then values (D, 16 keys) times the probabilities.

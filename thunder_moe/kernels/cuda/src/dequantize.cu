@@ -1,5 +1,5 @@
 // NVFP4 and MXFP8 weights -> 16-bit weights, for the gradient of the activation.
-// Compiled at run time by kernels/cuda/backend.py behind common.cuh; tests/emulator/cuda_emulator.h runs it on a CPU.
+// Compiled at run time for kernels/cuda/prepared.py and backend.py behind common.cuh; tests/emulator/cuda_emulator.h runs it on a CPU.
 // One thread decodes 16 weights: (e2m1 * (scale * global)) in float32, rounded once, as formats/nvfp4.py's dequantize.
 
 struct DequantizeArguments {

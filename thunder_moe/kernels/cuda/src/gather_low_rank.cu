@@ -1,5 +1,5 @@
 // Gathers the rows of tokens, and multiplies them by a matrix of a LoRA adapter on the way.
-// Compiled at run time by kernels/cuda/low_rank.py behind ptx.cuh and linear.cuh; tests/emulator/cuda_emulator.h runs it on a CPU.
+// Compiled at run time for kernels/cuda/low_rank.py behind ptx.cuh and linear.cuh; tests/emulator/cuda_emulator.h runs it on a CPU.
 //
 // Persistent, bound by reading and writing the rows, by mma (SM80). The rank is a multiple of 8, at most 64.
 

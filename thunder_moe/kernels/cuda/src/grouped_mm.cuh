@@ -1,6 +1,6 @@
 // Shared by the grouped GEMM kernels: operands, the tiles of a routing, the epilogue.
-// Compiled behind the header of the weights' format and in front of the kernels' own files (kernels/cuda/configs.py); calls it,
-// common.cuh and ptx.cuh.
+// Compiled behind the header of the weights' format and in front of the kernels' own files (kernels/cuda/configs.py, direct.py);
+// calls it, common.cuh and ptx.cuh.
 //
 // The weights are the left operand of the tensor cores: 16 rows by 16 k of a warp, in registers; the tokens are the
 // right one, 8 columns by 16 k. Legend: M rows sorted by expert, E experts, N output features, K input features,

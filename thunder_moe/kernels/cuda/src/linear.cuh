@@ -1,5 +1,6 @@
 // Shared by the grouped GEMMs of 16-bit and float32 weights: operands, tiles of a routing, zeros past the last row end.
-// Compiled behind ptx.cuh and in front of linear_mma.cu, or behind wgmma_shared.cuh and in front of linear_wgmma.cu (kernels/cuda/linear.py).
+// Compiled behind ptx.cuh and in front of linear_mma.cu or gather_low_rank.cu, or behind wgmma_shared.cuh and in front of linear_wgmma.cu
+// (kernels/cuda/linear.py, low_rank.py).
 
 struct LinearArguments {
   const void* x;        // (M, K), rows sorted by expert

@@ -1,5 +1,5 @@
 // Grouped GEMMs of 16-bit and float32 weights, rows of each expert times its weight or its transpose: by mma (SM80), and by float32
-// products. Compiled at run time by kernels/cuda/linear.py behind ptx.cuh and linear.cuh; tests/emulator/cuda_emulator.h runs it on a CPU.
+// products. Compiled at run time for kernels/cuda/linear.py behind ptx.cuh and linear.cuh; tests/emulator/cuda_emulator.h runs it on a CPU.
 //
 // Persistent, like linear_wgmma.cu; the rows are the left operand. linear_mma: eight warps, each a half of the rows by 32 of a tile's 128
 // columns, copies of the threads into a ring of stages of 32 k. linear_any: any dtype, any widths and any alignment.

@@ -1,5 +1,5 @@
 // Grouped GEMMs of 16-bit weights, rows of each expert times its weight or its transpose, by wgmma (SM90).
-// Compiled at run time by kernels/cuda/linear.py behind wgmma_shared.cuh and linear.cuh; tests/emulator/cuda_emulator.h runs it on a CPU.
+// Compiled at run time for kernels/cuda/linear.py behind wgmma_shared.cuh and linear.cuh; tests/emulator/cuda_emulator.h runs it on a CPU.
 //
 // Persistent. The weight is the left operand, so that an expert with few rows wastes little: two warpgroups each multiply 64 of its
 // 128 columns of the result by TOKENS rows of x. One warp has the copy engine fill a ring of stages of 64 k. The tensor cores can

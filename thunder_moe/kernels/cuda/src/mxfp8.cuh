@@ -1,6 +1,6 @@
 // Decoding of MXFP8 weights into the left operands of the tensor cores, in both layouts: E4M3 codes, a power of two per 32 k.
-// Compiled behind common.cuh and ptx.cuh and in front of grouped_mm.cuh (kernels/cuda/configs.py); calls both. nvfp4.cuh declares
-// the same names for its format.
+// Compiled behind common.cuh and ptx.cuh and in front of grouped_mm.cuh (kernels/cuda/configs.py, direct.py); calls both. nvfp4.cuh
+// declares the same names for its format.
 //
 // A code moved under a 16-bit float's exponent and mantissa is its value times 2**-120 (bf16) or 2**-8 (fp16), subnormals too;
 // the scale, a float, is multiplied. Products are exact (4 significant bits), but for fp16 that are subnormal. A scale that

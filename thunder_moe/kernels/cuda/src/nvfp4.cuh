@@ -1,6 +1,6 @@
 // Decoding of NVFP4 weights into the left operands of the tensor cores, in both layouts: E2M1 codes, an E4M3 scale per 16 k.
-// Compiled behind common.cuh and ptx.cuh and in front of grouped_mm.cuh (kernels/cuda/configs.py); calls both. mxfp8.cuh declares
-// the same names for its format.
+// Compiled behind common.cuh and ptx.cuh and in front of grouped_mm.cuh (kernels/cuda/configs.py, direct.py) or packed_wgmma.cu
+// (linear.py); calls both. mxfp8.cuh declares the same names for its format.
 
 constexpr int kCodesPerByte = 2, kScaleK = 16;  // kScaleK: k that share a scale
 constexpr bool kGlobalScales = true;            // there is one per expert or row

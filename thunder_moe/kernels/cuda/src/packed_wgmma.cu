@@ -1,5 +1,5 @@
 // The gradient of a grouped GEMM's rows from NVFP4 weights in layout "tiled_64x64", by wgmma (SM90).
-// Compiled at run time by kernels/cuda/linear.py behind nvfp4.cuh and linear_wgmma.cu; tests/emulator/cuda_emulator.h runs it on a CPU.
+// Compiled at run time for kernels/cuda/linear.py behind nvfp4.cuh and linear_wgmma.cu; tests/emulator/cuda_emulator.h runs it on a CPU.
 //
 // Like linear_wgmma.cu with a transposed weight: two warpgroups decode its boxes into the stages, with codes two stages ahead in registers.
 

@@ -1,5 +1,5 @@
 // The shared-memory pipeline of the kernels of weights in layout "tiled_64x64": a producer warp, consumer warps, mbarriers.
-// Compiled behind grouped_mm.cuh and in front of tiled_mma.cu or tiled_wgmma.cu (kernels/cuda/configs.py); calls ptx.cuh.
+// Compiled behind grouped_mm.cuh and in front of tiled_mma.cu, tiled_wgmma.cu or tiled_cluster.cu (kernels/cuda/configs.py); calls ptx.cuh.
 //
 // One warp of a block (the producer) has the copy engine fill a ring of stages, far ahead of the other warps (the
 // consumers), also across tiles. Each stage has two mbarriers: `full` completes when the stage's bytes have arrived, `empty`

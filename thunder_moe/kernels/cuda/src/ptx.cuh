@@ -1,5 +1,5 @@
 // Inline PTX: one function per instruction that C++ has no name for.
-// Compiled behind common.cuh and in front of the grouped GEMM kernels, in the order that kernels/cuda/configs.py lists; calls nothing.
+// Compiled behind common.cuh and in front of the kernels that multiply matrices and decode_attention.cu; calls nothing.
 // tests/emulator/cuda_emulator.h has a CPU version of each. The wgmma instructions are in wgmma.cuh.
 #ifndef CUDA_EMULATOR
 

@@ -1,5 +1,5 @@
 // 16-bit or float32 weights -> NVFP4 or MXFP8 codes and scales in layout "linear"; layout "linear" -> "tiled_64x64".
-// Compiled at run time by kernels/cuda/quantizer.py behind dequantize.cu; run on a CPU by tests/emulator/cuda_emulator.h.
+// Compiled at run time for kernels/cuda/backend.py behind dequantize.cu; tests/emulator/cuda_emulator.h runs it on a CPU.
 // A thread rounds a block of 16 weights (MXFP8: 32). Byte for byte formats/nvfp4.py: the same float32 operations in the same order,
 // divisions rounded to nearest, nothing contracted to a fused multiply-add.
 

@@ -1,5 +1,5 @@
 // The gradients of a LoRA adapter's matrices, bound by reading the wide rows.
-// Compiled at run time by kernels/cuda/wgrad.py behind ptx.cuh and wgrad.cuh; tests/emulator/cuda_emulator.h runs it on a CPU.
+// Compiled at run time for kernels/cuda/wgrad.py behind ptx.cuh and wgrad.cuh; tests/emulator/cuda_emulator.h runs it on a CPU.
 //
 // Persistent, by mma (SM80): eight warps, each 16 columns of a tile of 128 by all of the rank, copies of the threads into a ring of stages
 // of 64 rows, which runs on from tile to tile.

@@ -1,5 +1,5 @@
 // Routing and weighted combine around the expert GEMMs, and row starts for torch's grouped GEMM.
-// Compiled at run time by kernels/cuda/backend.py behind common.cuh; tests/emulator/cuda_emulator.h runs it on a CPU.
+// Compiled at run time for kernels/cuda/prepared.py and backend.py behind common.cuh; tests/emulator/cuda_emulator.h runs it on a CPU.
 //
 // route: the slots t * A + a of tokens, sorted by expert, stably: a counting sort of one launch (one block) or two.
 // Each block owns slots_per_block consecutive slots, each of its warps a consecutive part, so that ranks follow from counts.

@@ -1,5 +1,5 @@
 // A router's logits -> scores, expert ids, and the slots t * A + a sorted by expert, stably: one launch for few tokens, else two.
-// Compiled at run time by kernels/cuda/router.py behind common.cuh and norm.cuh; tests/emulator/cuda_emulator.h runs it on a CPU.
+// Compiled at run time for kernels/cuda/router.py behind common.cuh and norm.cuh; tests/emulator/cuda_emulator.h runs it on a CPU.
 //
 // It computes `RouterConfig` of routing.py. A warp chooses the experts of a token: lane l has the PER_LANE experts from
 // l * PER_LANE on. For few tokens router_one_block does everything. Otherwise the blocks of router_choose count the slots of each

@@ -1,5 +1,5 @@
 // SwiGLU behind a grouped GEMM without a fused one: layout "tiled_64x64" with an I that is not a multiple of 64.
-// Compiled at run time by kernels/cuda/backend.py behind common.cuh; tests/emulator/cuda_emulator.h runs it on a CPU.
+// Compiled at run time for kernels/cuda/backend.py behind common.cuh; tests/emulator/cuda_emulator.h runs it on a CPU.
 // A thread computes 8 columns of a row.
 
 struct SwigluArguments {

@@ -1,5 +1,5 @@
 // The gradient of a grouped GEMM's rows from NVFP4 weights in layout "tiled_64x64", by wgmma (SM90).
-// Compiled at run time by kernels/cuda/low_rank.py behind nvfp4.cuh and tiled_wgmma.cu; tests/emulator/cuda_emulator.h runs it on a CPU.
+// Compiled at run time for kernels/cuda/prepared.py behind nvfp4.cuh and tiled_wgmma.cu; tests/emulator/cuda_emulator.h runs it on a CPU.
 //
 // The GEMM of tiled_wgmma.cu with weights (E, K, N) in place of (E, N, K): a warp decodes 16 columns of a block and transposes them in
 // registers. (packed_wgmma.cu writes and reads more shared memory, and takes 1619 us instead of 1380: Qwen3-30B-A3B's gate and up, 16384

@@ -1,5 +1,5 @@
 // GEMM of up to 8 rows with one packed weight in layout "tiled_64x64", without a pipeline (SM90).
-// Compiled at run time by kernels/cuda/direct.py behind grouped_mm.cuh; tests/emulator/cuda_emulator.h runs it on a CPU.
+// Compiled at run time for kernels/cuda/direct.py behind grouped_mm.cuh and norm.cuh; tests/emulator/cuda_emulator.h runs it on a CPU.
 //
 // With so few rows the kernel takes little longer than one trip to memory. So a warp loads all of its weights at once into registers, 16
 // rows of them by up to 64 * AHEAD k, where possible before it waits for the kernel in front. A block has 16 columns of the result; its

@@ -1,5 +1,6 @@
 // The wgmma instructions (SM90): 64 rows of weights in registers times 8 * N tokens in shared memory, asynchronously.
-// Compiled behind grouped_mm.cuh and in front of grouped_mm_wgmma.cu or tiled_wgmma.cu (kernels/cuda/configs.py); calls nothing.
+// Compiled behind grouped_mm.cuh and in front of grouped_mm_wgmma.cu, tiled_wgmma.cu or tiled_cluster.cu (kernels/cuda/configs.py), or in
+// front of wgmma_shared.cuh (linear.py, wgrad.py); calls nothing.
 // tests/emulator/cuda_emulator.h has a CPU version of each.
 
 #if !defined(CUDA_EMULATOR) && defined(__CUDA_ARCH_FEAT_SM90_ALL)

@@ -1,5 +1,5 @@
 // Shared by the kernels of weights' gradients: the order of experts, and adding to or writing the result.
-// Compiled behind ptx.cuh (and wgmma.cuh) and in front of wgrad_mma.cu or wgrad_wgmma.cu (kernels/cuda/wgrad.py).
+// Compiled behind ptx.cuh (and wgmma.cuh) and in front of wgrad_mma.cu, wgrad_wgmma.cu or rank_wgrad.cu (kernels/cuda/wgrad.py).
 
 struct WgradArguments {
   const uint16_t* grad;  // (M, N), of the output

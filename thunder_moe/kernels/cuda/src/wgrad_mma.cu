@@ -1,5 +1,5 @@
 // The gradient of the experts' weights (E, N, K), added to float32 or written: by mma (SM80), and by float32 products.
-// Compiled at run time by kernels/cuda/wgrad.py behind ptx.cuh and wgrad.cuh; tests/emulator/cuda_emulator.h runs it on a CPU.
+// Compiled at run time for kernels/cuda/wgrad.py behind ptx.cuh and wgrad.cuh; tests/emulator/cuda_emulator.h runs it on a CPU.
 //
 // Persistent, like wgrad_wgmma.cu. wgrad_mma: eight warps, each 64 by 32 of a tile of 128 by 128, copies of the threads into a ring of
 // stages of 32 rows. wgrad_any: any dtype, any widths and any alignment.

@@ -1,5 +1,5 @@
 // The gradient of the experts' weights (E, N, K), added to float32 or written: grad^T x of each expert's rows, by wgmma (SM90).
-// Compiled at run time by kernels/cuda/wgrad.py behind wgmma_shared.cuh and wgrad.cuh; tests/emulator/cuda_emulator.h runs it on a CPU.
+// Compiled at run time for kernels/cuda/wgrad.py behind wgmma_shared.cuh and wgrad.cuh; tests/emulator/cuda_emulator.h runs it on a CPU.
 //
 // Persistent. The sum is over rows, and both operands are stored row by row: the tensor cores read both transposed. One warp has
 // the copy engine fill a ring of stages of 64 rows; two warpgroups each multiply 64 columns of grad by all TILE_K columns of x.
