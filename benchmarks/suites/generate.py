@@ -15,6 +15,7 @@ the median of --rounds later calls.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import logging
 import statistics
 import time
@@ -50,31 +51,41 @@ def main(argv: Sequence[str]) -> list[dict[str, Any]]:
         The rows of the JSON, one for each column, batch and length of prompts.
 
     Raises:
-        SystemExit: bad arguments.
+        SystemExit: bad arguments, or an interrupt, after what was measured before it has been written.
     """
     args = _arguments(argv)
-    logging.getLogger("transformers").setLevel(logging.ERROR)
-    model: Any = build(args.model, args.device, layers=args.layers, attention=args.attention)
-    model.generation_config.pad_token_id = model.generation_config.eos_token_id = None
     rows: list[dict[str, Any]] = []
-    with progress_bar(total=len(args.columns) * len(args.batch) * len(args.prompts), unit="cell") as bar:
-        for weights, quantized in WEIGHTS.items():
-            loops = [loop for loop in LOOPS if f"{weights} {loop}" in args.columns]
-            if quantized is not None and any(column.startswith("quantize_") for column in args.columns):
-                quantize_(model, **quantized)
-            for texts in args.batch if loops else ():
-                for prompt in args.prompts:
-                    ids = torch.randint(model.config.get_text_config().vocab_size, (texts, prompt), device=args.device)
-                    wanted = _tokens(model, ids, min(COMPARED, args.new), {})
-                    for loop in loops:
-                        bar.set_description(f"{weights} {loop}, {texts} x {prompt}")
-                        rows.append({"column": f"{weights} {loop}", "batch": texts, "prompt": prompt, "new": args.new})
-                        rows[-1] |= _measure(model, ids, args, LOOPS[loop], wanted)
-                        bar.update()
+    cells = len(args.columns) * len(args.batch) * len(args.prompts)
+    with contextlib.suppress(KeyboardInterrupt), progress_bar(total=cells, unit="cell") as bar:
+        _measure_all(rows, args, bar)
+    if not rows:
+        raise SystemExit("interrupted before a cell was measured")
     path = save(STEM, args.device, rows, args.output, model=args.model, layers=args.layers, attention=args.attention)
     print(f"{args.model}, attention {args.attention}", markdown(_table(rows)), path, sep="\n")
     print(_plot(path, rows, args.model))
+    if len(rows) < cells:
+        raise SystemExit(f"interrupted: {cells - len(rows)} of {cells} cells were not measured")
     return rows
+
+
+def _measure_all(rows: list[dict[str, Any]], args: argparse.Namespace, bar: Any) -> None:
+    """Append a row for each cell as soon as it is measured."""
+    logging.getLogger("transformers").setLevel(logging.ERROR)
+    model: Any = build(args.model, args.device, layers=args.layers, attention=args.attention)
+    model.generation_config.pad_token_id = model.generation_config.eos_token_id = None
+    for weights, quantized in WEIGHTS.items():
+        loops = [loop for loop in LOOPS if f"{weights} {loop}" in args.columns]
+        if quantized is not None and any(column.startswith("quantize_") for column in args.columns):
+            quantize_(model, **quantized)
+        for texts in args.batch if loops else ():
+            for prompt in args.prompts:
+                ids = torch.randint(model.config.get_text_config().vocab_size, (texts, prompt), device=args.device)
+                wanted = _tokens(model, ids, min(COMPARED, args.new), {})
+                for loop in loops:
+                    bar.set_description(f"{weights} {loop}, {texts} x {prompt}")
+                    row = {"column": f"{weights} {loop}", "batch": texts, "prompt": prompt, "new": args.new}
+                    rows.append(row | _measure(model, ids, args, LOOPS[loop], wanted))
+                    bar.update()
 
 
 def _arguments(argv: Sequence[str]) -> argparse.Namespace:

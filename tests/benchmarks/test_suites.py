@@ -20,7 +20,7 @@ from benchmarks.harness import layers, models
 from benchmarks.harness.report import writable_file
 from benchmarks.harness.shapes import SHAPES
 from benchmarks.harness.timing import describe, machine_name
-from benchmarks.suites import linear, load, router
+from benchmarks.suites import generate, linear, load, router
 from thunder_moe.kernels import dense, reference, training_reference
 from thunder_moe.kernels.specs import Target
 
@@ -71,6 +71,31 @@ def test_generate_runs_end_to_end(tmp_path, monkeypatch, capsys):
     printed = capsys.readouterr().out
     assert "qwen3_moe, attention thunder_moe_sdpa\n" in printed
     assert "| quantize_ fast" in printed
+
+
+def test_an_interrupt_of_generate_keeps_what_was_measured(tmp_path, monkeypatch):
+    pytest.importorskip("transformers")
+    measure, seconds = generate._measure, iter([1.0])
+
+    def interrupted(*arguments):
+        row = measure(*arguments)
+        if next(seconds, None) is None:
+            raise KeyboardInterrupt
+        return row
+
+    tiny = {"qwen3_moe": ("Qwen3MoeConfig", dict(num_experts=4, moe_intermediate_size=32, head_dim=16))}
+    monkeypatch.setattr(models, "CONFIGS", tiny)
+    monkeypatch.setattr(generate, "_measure", interrupted)
+    shape = ["--layers", "1", "--rounds", "1", "--new", "2", "--prompts", "4,5", "--columns", "bf16 eager"]
+    arguments = ["generate", "--device", "cpu", *shape, "--output", str(tmp_path)]
+    with pytest.raises(SystemExit, match="interrupted: 1 of 2 cells were not measured"):
+        main(arguments)
+    file = tmp_path / f"generate_{HERE}.json"
+    assert [row["prompt"] for row in json.loads(file.read_text())["rows"]] == [4]
+    before = file.read_bytes()
+    with pytest.raises(SystemExit, match="interrupted before a cell was measured"):
+        main(arguments)
+    assert file.read_bytes() == before
 
 
 def test_generate_says_which_attention_it_runs(tmp_path, monkeypatch, capsys):
