@@ -116,6 +116,12 @@ def test_routers():
     assert fused(block, X, RESIDUAL, WEIGHT) == 1
     assert fused(lambda *given: block(*given, after=False), X, RESIDUAL, WEIGHT) == 0
 
+    def by_name(x, residual, weight):
+        rows = norm(x + residual, weight).view(-1, K)
+        return torch.ops.thunder_moe.moe_linear_router(hidden_states=rows, weight=gate, top_k=2)[0]
+
+    assert fused(by_name, X, RESIDUAL, WEIGHT) == 0
+
 
 @torch.no_grad()
 def test_other_programs_are_left(layer):
