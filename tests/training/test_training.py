@@ -336,6 +336,29 @@ def test_main_grad_is_not_rounded_to_the_dtype_of_the_weight():
     assert relative_error(linear.weight.main_grad[0], exact) < 1e-6
 
 
+@pytest.mark.parametrize("delay", [False, True])
+def test_main_grad_in_the_dtype_of_the_weight(delay):
+    linear = GroupedLinear(3, 4, 6, dtype=torch.bfloat16, accumulate_into_main_grad=True, delay_wgrad=delay)
+    linear.weight.main_grad = torch.zeros(3, 6, 4, dtype=torch.bfloat16)
+    ends, x = offsets_from_splits([4, 0, 2]), torch.randn(6, 4).bfloat16()
+    grads = torch.randn(2, 6, 6).bfloat16()
+    wanted = torch.stack(
+        [g.double().T @ r.double() for g, r in zip(grads.sum(0).split([4, 0, 2]), x.split([4, 0, 2]), strict=True)]
+    )
+    for grad in grads:
+        linear(x, ends).backward(grad)
+        linear.backward_dw()
+    assert relative_error(linear.weight.main_grad, wanted) < 1e-2
+    assert linear.weight.grad is None
+    linear.weight.overwrite_main_grad = True
+    linear(x, ends).backward(grads[0])
+    linear.backward_dw()
+    once = torch.stack(
+        [g.double().T @ r.double() for g, r in zip(grads[0].split([4, 0, 2]), x.split([4, 0, 2]), strict=True)]
+    )
+    assert relative_error(linear.weight.main_grad, once) < 4e-3
+
+
 def test_main_grad_is_needed_by_a_gradient_alone():
     linear, ends = GroupedLinear(2, 4, 4, accumulate_into_main_grad=True), offsets_from_splits([2, 2])
     x = leaf(4, 4)
@@ -345,7 +368,7 @@ def test_main_grad_is_needed_by_a_gradient_alone():
     for bad, message in (
         (None, "main_grad: got None"),
         (torch.zeros(2, 4, 3), r"main_grad: got .*wanted shape \(2, 4, 4\)"),
-        (torch.zeros(2, 4, 4).bfloat16(), "main_grad: got torch.bfloat16.*wanted dtype torch.float32"),
+        (torch.zeros(2, 4, 4).bfloat16(), "main_grad: got torch.bfloat16.*wanted dtype torch.float32$"),
         (torch.zeros(2, 4, 4).mT, "main_grad: got strides"),
     ):
         linear.weight.main_grad = bad
@@ -642,13 +665,33 @@ def test_state_dicts(assign):
     assert sorted(other.state_dict()) == sorted(nn.ModuleDict(dict(mlp=mlp)).state_dict())
 
 
-def test_half_a_state_dict_is_refused_and_loads_nothing():
-    mlp, other = GroupedMLP(3, 8, 6, bias=True), GroupedMLP(3, 8, 6, bias=True)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_missing_expert_is_a_missing_key(dtype):
+    mlp, other = GroupedMLP(3, 8, 6, bias=True, dtype=dtype), GroupedMLP(3, 8, 6, bias=True)
     before = copy.deepcopy(other.state_dict())
     state = per_expert_state_dict(mlp)
     del state["down_proj.weight1"]
-    with pytest.raises(ValueError, match=r"got 2 of the 3 experts of down_proj.weight, without down_proj.weight1;"):
-        other.load_state_dict(state, strict=False)
+    with pytest.raises(RuntimeError, match=r'Missing key\(s\) in state_dict: "down_proj.weight1"'):
+        other.load_state_dict(state)
+    for assign in (False, True):
+        other = GroupedMLP(3, 8, 6, bias=True)
+        other.load_state_dict(before)
+        found = other.load_state_dict(state, strict=False, assign=assign)
+        assert found.missing_keys == ["down_proj.weight1"]
+        assert not found.unexpected_keys
+        assert torch.equal(other.down_proj.weight[::2], mlp.down_proj.weight[::2].float())
+        assert torch.equal(other.down_proj.weight[1], before["down_proj.weight"][1])
+        assert torch.equal(other.gate_up_proj.weight.float(), mlp.gate_up_proj.weight.float())
+    with torch.device("meta"):
+        empty = GroupedMLP(3, 8, 6, bias=True)
+    assert "down_proj.weight1" in empty.load_state_dict(state, strict=False, assign=True).missing_keys
+    assert empty.down_proj.weight.is_meta
+    assert torch.equal(empty.gate_up_proj.weight, mlp.gate_up_proj.weight)
+
+
+def test_a_state_dict_that_does_not_fit_loads_nothing():
+    mlp, other = GroupedMLP(3, 8, 6, bias=True), GroupedMLP(3, 8, 6, bias=True)
+    before = copy.deepcopy(other.state_dict())
     with pytest.raises(ValueError, match=r"got both gate_up_proj.weight and gate_up_proj.weight0"):
         other.load_state_dict(mlp.state_dict() | per_expert_state_dict(mlp))
     misshapen = per_expert_state_dict(mlp) | {"down_proj.weight1": torch.zeros(3, 3)}

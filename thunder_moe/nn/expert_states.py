@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import Any, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 __all__ = ["NAMES", "check_experts", "one_per_weight"]
 
@@ -18,10 +18,11 @@ NAMES = ("weight", "bias")
 
 
 def check_experts(state_dict: dict[str, Any], prefix: str, linear: nn.Module) -> list[str]:
-    """Return the names of a linear's parameters, of weight and bias, that a state dict has per expert.
+    """Return the names of a linear's parameters, of weight and bias, that a state dict has per expert; some experts
+    may be missing.
 
     Raises:
-        ValueError: some experts of a name are there and others are not, or both forms of it; a tensor of another shape.
+        ValueError: both forms of a name are there, or a tensor has another shape.
     """
     found = []
     num_experts = cast("int", linear.num_experts)
@@ -29,15 +30,9 @@ def check_experts(state_dict: dict[str, Any], prefix: str, linear: nn.Module) ->
         parameter = linear._parameters.get(name)
         if parameter is None:
             continue
-        keys = [f"{prefix}{name}{expert}" for expert in range(num_experts)]
-        missing = [key for key in keys if key not in state_dict]
-        if len(missing) == num_experts:
+        keys = [key for expert in range(num_experts) if (key := f"{prefix}{name}{expert}") in state_dict]
+        if not keys:
             continue
-        if missing:
-            raise ValueError(
-                f"state_dict: got {num_experts - len(missing)} of the {num_experts} experts of {prefix}{name}, without"
-                f" {', '.join(missing)}; wanted all of them, or {prefix}{name} of shape ({num_experts}, ...)"
-            )
         if f"{prefix}{name}" in state_dict:
             raise ValueError(f"state_dict: got both {prefix}{name} and {keys[0]}, ..., wanted one of the two forms")
         wanted = tuple(parameter.shape[1:])
@@ -48,8 +43,12 @@ def check_experts(state_dict: dict[str, Any], prefix: str, linear: nn.Module) ->
     return found
 
 
-def one_per_weight(state_dict: dict[str, Any], prefix: str, linear: nn.Module) -> dict[str, Any]:
+def one_per_weight(
+    state_dict: dict[str, Any], prefix: str, linear: nn.Module, missing_keys: list[str]
+) -> dict[str, Any]:
     """Return a state dict with one tensor per weight for a linear, without TransformerEngine's `_extra_state`.
+
+    Experts that are missing keep their numbers, and `missing_keys` gets their keys, as `load_state_dict` reports them.
 
     Raises:
         ValueError: as `check_experts`.
@@ -58,7 +57,15 @@ def one_per_weight(state_dict: dict[str, Any], prefix: str, linear: nn.Module) -
     num_experts, state_dict = cast("int", linear.num_experts), dict(state_dict)
     state_dict.pop(f"{prefix}_extra_state", None)
     for name in names:
-        state_dict[f"{prefix}{name}"] = torch.stack(
-            [state_dict.pop(f"{prefix}{name}{expert}") for expert in range(num_experts)]
-        )
+        keys = [f"{prefix}{name}{expert}" for expert in range(num_experts)]
+        missing = [key for key in keys if key not in state_dict]
+        given = [state_dict.pop(key, None) for key in keys]
+        missing_keys += missing
+        if missing:
+            own: Tensor = linear._parameters[name].detach()  # type: ignore[union-attr]
+            if own.is_meta:  # it has no numbers to keep, and stays as it is
+                continue
+            own = own.to(next(each.device for each in given if each is not None))
+            given = [old if each is None else each.to(own.dtype) for each, old in zip(given, own, strict=True)]
+        state_dict[f"{prefix}{name}"] = torch.stack(given)
     return state_dict

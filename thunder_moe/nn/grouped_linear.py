@@ -144,10 +144,16 @@ class GroupedLinear(AdaptableLinear):
         return apart and self.weight.requires_grad and torch.is_grad_enabled()
 
     def _load_from_state_dict(
-        self, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any], *options: Any
+        self,
+        state_dict: dict[str, Any],
+        prefix: str,
+        local_metadata: dict[str, Any],
+        strict: bool,
+        missing_keys: list[str],
+        *others: Any,
     ) -> None:
-        state_dict = one_per_weight(state_dict, prefix, self)
-        super()._load_from_state_dict(state_dict, prefix, local_metadata, *options)
+        state_dict = one_per_weight(state_dict, prefix, self, missing_keys)
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing_keys, *others)
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | dict(_waiting=Queue())

@@ -281,7 +281,8 @@ def _weight_gradient(weight: Tensor, rows: Tensor, grad: Tensor, offsets: Tensor
     a parameter with `grad_added_to_main_grad`.
 
     Raises:
-        ValueError: main_grad is missing, or not float32, contiguous and of the weight's shape and device.
+        ValueError: main_grad is missing, or not float32 or in the weight's dtype, contiguous and of the weight's shape
+            and device.
     """
     if not main_grad:
         of_weight: Tensor = _OPS.grouped_linear_wgrad(rows, grad, offsets)
@@ -289,17 +290,22 @@ def _weight_gradient(weight: Tensor, rows: Tensor, grad: Tensor, offsets: Tensor
     buffer = getattr(weight, "main_grad", None)
     if not isinstance(buffer, Tensor):
         raise ValueError(
-            f"main_grad: got {buffer!r} as the weight's attribute, wanted a float32 tensor {tuple(weight.shape)};"
+            f"main_grad: got {buffer!r} as the weight's attribute, wanted a tensor {tuple(weight.shape)};"
             " accumulate_into_main_grad adds the gradient to it"
         )
     require(tuple(buffer.shape) == tuple(weight.shape), "main_grad", buffer, f"shape {tuple(weight.shape)}")
-    require(buffer.dtype == torch.float32, "main_grad", buffer, "dtype torch.float32")
+    dtypes = dict.fromkeys((torch.float32, weight.dtype))
+    require(buffer.dtype in dtypes, "main_grad", buffer, f"dtype {' or '.join(map(str, dtypes))}")
     require(buffer.device == weight.device, "main_grad", buffer, f"device {weight.device}")
     if not buffer.is_contiguous():
         raise ValueError(f"main_grad: got strides {buffer.stride()}, wanted a contiguous tensor")
     accumulate = not getattr(weight, "overwrite_main_grad", False)
-    _OPS.grouped_linear_wgrad_out(rows, grad, offsets, buffer, accumulate)
-    torch.autograd.graph.increment_version(buffer)
+    if buffer.dtype == torch.float32:
+        _OPS.grouped_linear_wgrad_out(rows, grad, offsets, buffer, accumulate)
+        torch.autograd.graph.increment_version(buffer)
+    else:  # the product is rounded, then the sum
+        added: Tensor = _OPS.grouped_linear_wgrad(rows, grad, offsets)
+        buffer.add_(added) if accumulate else buffer.copy_(added)
     if not hasattr(weight, "grad_added_to_main_grad"):
         return None
     weight.grad_added_to_main_grad = True
