@@ -3,6 +3,7 @@ Called by pytest, where vLLM is installed (`make test-vllm`).
 """
 
 import inspect
+import itertools
 import json
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,6 +12,7 @@ from typing import get_args
 import pytest
 import torch
 import torch.nn.functional as F
+import vllm.model_executor.layers.fused_moe.config as vllm_config
 import vllm.model_executor.layers.fused_moe.modular_kernel as mk
 from oracle import dequantize, dequantize_mxfp8, moe_experts, relative_error
 from vllm.config import VllmConfig, get_current_vllm_config_or_none, set_current_vllm_config
@@ -397,6 +399,36 @@ def test_gelu(activation, approximate):
     hidden, ids, weights = inputs()
     ids[1, 0] = -1
     expected = gelu_experts(hidden, ids, weights, *layer.weights, approximate)
+    assert relative_error(run(method, layer, hidden, ids, weights), expected) < 1e-5
+
+
+@pytest.mark.parametrize("one_scale", [False, True])
+def test_relu_squared_without_a_gate(monkeypatch, one_scale):
+    """Nemotron-H's experts. vLLM makes the configuration of such layers for GPUs alone."""
+    monkeypatch.setattr(vllm_config, "current_platform", SimpleNamespace(is_cuda_alike=lambda: True))
+    parallel = FusedMoEParallelConfig.make_no_parallel()
+    parallel.enable_eplb = not one_scale  # scales by row
+    config = moe_config(parallel, activation=MoEActivation.RELU2_NO_MUL)
+    method = methods.modelopt_method(quant_config(), config)
+    layer = EmptyLayer(config, method)
+    up, down = quantize(torch.randn(E, I, H)), quantize(torch.randn(E, H, I))
+    for name, weight in (("w13", up), ("w2", down)):
+        getattr(layer, f"{name}_weight").data.copy_(weight.qdata)
+        getattr(layer, f"{name}_weight_scale").data.view(torch.uint8).copy_(weight.scale.view(torch.uint8))
+    layer.w13_weight_scale_2.data.copy_(up.global_scale[:, None])
+    layer.w2_weight_scale_2.data.copy_(down.global_scale)
+    wanted = [dequantize(weight.qdata, weight.scale, weight.global_scale) for weight in (up, down)]
+    method.process_weights_after_loading(layer)
+    assert layer.w13_weight_scale_2.shape == ((E,) if one_scale else (E, I))
+    config.is_lora_enabled = True
+    assert "no act_and_mul" in unsupported_reason(config, ThunderLoRAExperts)
+    hidden, ids, weights = inputs()
+    ids[1, 0] = -1
+    expected = torch.zeros(T, H)
+    for token, slot in itertools.product(range(T), range(A)):
+        if (expert := int(ids[token, slot])) >= 0:
+            rows = torch.relu(hidden[token] @ wanted[0][expert].T).square()
+            expected[token] += weights[token, slot] * (rows @ wanted[1][expert].T)
     assert relative_error(run(method, layer, hidden, ids, weights), expected) < 1e-5
 
 

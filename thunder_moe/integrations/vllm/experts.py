@@ -42,7 +42,9 @@ _KEYS = {NVFP4: kNvfp4Static, MXFP8: kMxfp8Static}
 # Computed inside of the first GEMM. SWIGLUOAI is for rows of gate and up that alternate in the checkpoint; the methods
 # sort them.
 FUSED_ACTIVATIONS = (MoEActivation.SILU, MoEActivation.SWIGLUOAI, MoEActivation.SWIGLUOAI_UNINTERLEAVE)
-_SEPARATE_ACTIVATIONS = (MoEActivation.GELU, MoEActivation.GELU_TANH)  # vLLM's own kernels between the GEMMs
+_OF_VLLM = (MoEActivation.GELU, MoEActivation.GELU_TANH)  # vLLM's own kernels between the GEMMs
+_UNGATED = (MoEActivation.RELU2_NO_MUL,)  # of experts without a gate (Nemotron-H): a kernel of ours between the GEMMs
+_SEPARATE_ACTIVATIONS = (*_OF_VLLM, *_UNGATED)
 SWIGLUOAI_FORM = SwiGLUConfig(alpha=1.702, limit=7.0, up_shift=1.0)  # vLLM's own kernels compute this for every config
 # From 10.0 on vLLM has kernels with 4-bit activations; those GPUs have tensor cores for them.
 _CAPABILITIES = ((8, 0), (10, 0))
@@ -116,7 +118,7 @@ class ThunderExperts(mk.FusedMoEExpertsModular):  # type: ignore[misc]
 
     @staticmethod
     def _supports_no_act_and_mul() -> bool:
-        return False
+        return True
 
     @staticmethod
     def _supports_quant_scheme(weight_key: Any, activation_key: Any) -> bool:
@@ -259,7 +261,7 @@ class ThunderExperts(mk.FusedMoEExpertsModular):  # type: ignore[misc]
         row_slot, offsets, slot_row = ops.moe_route(ids, first.shape[0])
         added = None if adapters is None else adapters(row_slot, slot_row)
         rows = gather_rows(hidden_states, row_slot)  # [M, H]
-        gate_up = _multiply("f16a_nvfp4weight_scaled_grouped_mm", rows, first, offsets)  # [M, 2I]
+        gate_up = _multiply("f16a_nvfp4weight_scaled_grouped_mm", rows, first, offsets)  # [M, 2I], or [M, I]
         del rows
         if biases:
             gate_up = ops.grouped_bias(gate_up, offsets, biases["gate_up_bias"])
@@ -267,6 +269,8 @@ class ThunderExperts(mk.FusedMoEExpertsModular):  # type: ignore[misc]
             added.add_to_rows(gate_up, hidden_states)
         if activation in FUSED_ACTIVATIONS:
             gated = ops.scaled_activation(gate_up, None, offsets, **self._swiglu_options(activation))  # [M, I]
+        elif activation in _UNGATED:
+            gated = ops.scaled_activation(gate_up, None, offsets, kind="srelu")
         else:
             gated = gate_up.new_empty(gate_up.shape[0], gate_up.shape[1] // 2)
             self.activation(activation, gated, gate_up)  # vLLM's

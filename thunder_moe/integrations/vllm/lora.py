@@ -196,6 +196,10 @@ class _Sorted(_Grouped):
 class ThunderLoRAExperts(LoRAExpertsMixin, ThunderExperts):  # type: ignore[misc]
     """`ThunderExperts` plus each token's adapter, if it has one; vLLM sets the adapters as `_lora_context`."""
 
+    @staticmethod
+    def _supports_no_act_and_mul() -> bool:
+        return False
+
     def _run_into(
         self, output: Tensor, hidden_states: Tensor, ids: Tensor, weights: Tensor, activation: MoEActivation, ranks: int
     ) -> None:

@@ -184,7 +184,7 @@ class _ThunderMethod(FusedMoEMethodBase):  # type: ignore[misc]
             refuse_reload(layer, "--enable-eplb")
 
     def _global_scales(self, layer: Any) -> dict[str, Tensor]:
-        """Return the decode scales of w13, (E,) or (E, 2I), and of w2, (E,); empty in MXFP8."""
+        """Return the decode scales of w13, (E,) or one for each of its rows, and of w2, (E,); empty in MXFP8."""
         first, second = layer.w13_weight_scale_2.data, layer.w2_weight_scale_2.data
         return {"w13": self._row_scales(layer, first.float()), "w2": second.float().contiguous()}
 
@@ -199,12 +199,13 @@ class _ThunderMethod(FusedMoEMethodBase):  # type: ignore[misc]
         return rounded
 
     def _row_scales(self, layer: Any, scales: Tensor) -> Tensor:
-        """Return the decode scales (E, 2) of gate and up as (E,) if each expert's are equal, else as (E, 2I).
+        """Return the decode scales (E, 2) of gate and up, or (E, 1) without a gate, as (E,) if each expert's are equal,
+        else as (E, 2I).
 
         The shape must not depend on the values with EPLB, which moves experts between ranks, nor in a reload, which
         writes into the memory of the first load.
         """
-        equal = bool((scales[:, 0] == scales[:, 1]).all())
+        equal = bool((scales[:, :1] == scales).all())
         if self.moe_kernel is None:
             self._one_scale = equal and not self.moe.moe_parallel_config.enable_eplb
         elif self._one_scale and not equal:
@@ -214,7 +215,7 @@ class _ThunderMethod(FusedMoEMethodBase):  # type: ignore[misc]
             )
         if self._one_scale:
             return scales[:, 0].contiguous()
-        return scales.repeat_interleave(layer.w13_weight.shape[1] // 2, 1)
+        return scales.repeat_interleave(layer.w13_weight.shape[1] // scales.shape[1], 1)
 
 
 def _gate_then_up(rows: Tensor) -> Tensor:
