@@ -37,6 +37,7 @@ from thunder_moe.ops import grouped_mm
 __all__ = [
     "changed",
     "get",
+    "local_data",
     "of_nvf_cutlass",
     "operands",
     "pad_rows",
@@ -167,7 +168,7 @@ def changed(*weights: torch.Tensor) -> None:
     forward, because an optimizer may then change them without a trace. Takes 0.15 us for a weight (Zen 5).
     """
     for weight in weights:
-        vars(weight.untyped_storage()).pop(_MARK, None)
+        vars(local_data(weight).untyped_storage()).pop(_MARK, None)
 
 
 def refresh(weights: Iterable[torch.Tensor]) -> None:
@@ -183,7 +184,7 @@ def refresh(weights: Iterable[torch.Tensor]) -> None:
         copies = reference()
         for (recipe, *others), entry in list(copies.entries.items()) if copies else ():
             parts = [part for part in (weight, *map(given.get, others)) if part is not None]
-            if [(part.shape, part.dtype) for part in parts] == [state[:2] for state in entry.states]:
+            if [_state(part)[:2] for part in parts] == [state[:2] for state in entry.states]:
                 _entry(tuple(parts), recipe)
 
 
@@ -213,13 +214,15 @@ def _copies(weight: torch.Tensor) -> _Copies | None:
 
 def _state(weight: torch.Tensor) -> tuple[Any, ...]:
     """Return the observable state of a weight; equal states mean equal content, but for changes without a trace."""
+    data = local_data(weight)
     try:
-        version = weight._version
+        # Functions of a DTensor raise its own counter alone, functions of its local tensor that one's.
+        version = weight._version if data is weight else (weight._version, data._version)
     except RuntimeError:  # an inference tensor has no version counter
         version = None
     # An object compares by identity: without a mark no copy is up to date.
-    mark = getattr(weight.untyped_storage(), _MARK, None) or object()
-    return weight.shape, weight.dtype, weight.stride(), weight.data_ptr(), version, mark, id(weight)
+    mark = getattr(data.untyped_storage(), _MARK, None) or object()
+    return data.shape, data.dtype, data.stride(), data.data_ptr(), version, mark, id(weight)
 
 
 def _make_copy(weights: _Tensors, recipe: _Recipe) -> _Entry:
@@ -231,8 +234,9 @@ def _make_copy(weights: _Tensors, recipe: _Recipe) -> _Entry:
     first, *others = filter(None, map(_copies, weights))
     entries, key = first.entries, (recipe, *[other.reference for other in others])
     previous = entries.get(key)
+    data = tuple(map(local_data, weights))
     # The states are taken before the weights are read, so that a change meanwhile makes the copy out of date.
-    mark, *_ = [vars(weight.untyped_storage()).setdefault(_MARK, _Mark()) for weight in weights]
+    mark, *_ = [vars(weight.untyped_storage()).setdefault(_MARK, _Mark()) for weight in data]
     states = tuple(map(_state, weights))
     old_addresses, addresses = (
         [state[3] for state in taken] for taken in (previous.states if previous else (), states)
@@ -241,7 +245,7 @@ def _make_copy(weights: _Tensors, recipe: _Recipe) -> _Entry:
         previous = None  # it may share the old memory of its weights, which the cache must not write
     # The copies are normal tensors under inference mode, too: later calls write to them, and save them for a backward.
     with torch.inference_mode(False), torch.no_grad():
-        packed = _MAKERS[recipe[0]](weights, *recipe[1:])
+        packed = _MAKERS[recipe[0]](data, *recipe[1:])
         if previous is not None and (previous.packed.shape, previous.packed.device) == (packed.shape, packed.device):
             previous.states = ()  # invalid if this is interrupted
             for old, new in zip(previous.packed.tensors(), packed.tensors(), strict=True):
@@ -262,7 +266,7 @@ def _make_copy(weights: _Tensors, recipe: _Recipe) -> _Entry:
         if mark.copies == 3:
             warn_once(
                 _COPIES,
-                f"a weight of shape {tuple(weights[0].shape)} was quantized for a third tensor of the same memory:"
+                f"a weight of shape {tuple(data[0].shape)} was quantized for a third tensor of the same memory:"
                 " pass the same nn.Parameter at each call, not a new one or a new view",
             )
     entry = entries[key] = _Entry(states, packed, given)
@@ -308,6 +312,11 @@ def refresh_(model: Model) -> Model:
         raise TypeError(f"model: got {type(model).__name__}, wanted a torch.nn.Module")
     refresh(itertools.chain(model.parameters(), model.buffers()))
     return model
+
+
+def local_data(weight: Any) -> Any:
+    """Return the local tensor of a DTensor, without its gradient, and anything else unchanged."""
+    return getattr(weight, "_local_tensor", weight)
 
 
 def pad_rows(n: int) -> int:

@@ -29,6 +29,12 @@ Llama 4's layers of experts are replaced by this package's Llama4MoE, as there b
 computes the chosen experts alone; --disable-moe-replacement keeps transformers' layers. All layers of the cache hold
 all tokens (StaticLayer), because Thunder compiles each step of a sliding window again. Weights are random.
 
+Started by torchrun on several processes, the benchmark is tensor parallel, as there: experts and shared experts by
+this package's TensorParallel, the linears of attention and of dense layers by columns and rows. torch's styles for
+those make DTensors, which Thunder cannot trace; here they compute with local tensors. Each process builds the whole
+model and its reference, then cuts it. It prints and writes the times of the first process. 4-bit dense layers are not
+cut: --enable-nvfp4 quantizes the experts alone.
+
 Before a cell is timed, its logits of the prompt and of decode steps are compared with the logits of transformers' eager
 layers, without a cache, on the same (dequantized) weights, which have to fit the device. A wrong cell gets no times,
 and the run ends with an error.
@@ -40,6 +46,7 @@ import argparse
 import contextlib
 import gc
 import importlib.util
+import os
 import statistics
 import sys
 import time
@@ -50,7 +57,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor.parallel import parallelize_module
 
 from benchmarks.harness.column import quantizer, require_rewritten, require_same_logits, token_errors
 from benchmarks.harness.decode import GreedyLoop
@@ -74,7 +84,10 @@ from benchmarks.harness.report import (
     stacked_bars,
     writable_folder,
 )
-from thunder_moe import RewriteWarning, dequantize_, rewrite_report
+from thunder_moe import Llama4MoE, RewriteWarning, dequantize_, rewrite_report
+from thunder_moe.parallel import TensorParallel
+from thunder_moe.parallel.modules import sum_of_ranks
+from thunder_moe.parallel.shards import WeightSharding, check_sharding, shard_weight_
 from thunder_moe.progress import progress_bar
 
 STEM = "inference"
@@ -136,6 +149,15 @@ def main(argv: Sequence[str]) -> list[Row]:
             interrupt is a failure of the cells that it prevents.
     """
     args = _arguments(argv)
+    if args.ranks > 1:
+        with _process_group(args), contextlib.ExitStack() as silent:
+            if dist.get_rank():
+                silent.enter_context(contextlib.redirect_stdout(silent.enter_context(Path(os.devnull).open("w"))))
+            return _main(args)
+    return _main(args)
+
+
+def _main(args: argparse.Namespace) -> list[Row]:
     rows: list[Row] = [
         dict(mode=mode, column=column, cudagraph=graph)
         for column in args.columns
@@ -157,7 +179,7 @@ def main(argv: Sequence[str]) -> list[Row]:
     for row in rows:
         if "not_run" in row:
             print(f"not run: {_name(row)}: {row['not_run']}")
-    if args.save_results:
+    if args.save_results and not (args.ranks > 1 and dist.get_rank()):
         config = {name: value for name, value in vars(args).items() if isinstance(value, str | int | None)}
         path = save(STEM, args.device, rows, args.output_dir, config=config)
         print(path, *_plot(path, rows, args), sep="\n")
@@ -214,6 +236,7 @@ def _arguments(argv: Sequence[str]) -> argparse.Namespace:
     result.add_argument("--save-results", action="store_true", help="write JSON and plot")
     result.add_argument("--output-dir", type=writable_folder, default=RESULTS, help="(default: %(default)s)")
     args = result.parse_args(argv)
+    args.ranks = int(os.environ.get("WORLD_SIZE", "1"))  # of torchrun
     for name, value in DEFAULTS[args.device.type].items():
         if getattr(args, name) is None:
             setattr(args, name, value)
@@ -225,8 +248,8 @@ def _arguments(argv: Sequence[str]) -> argparse.Namespace:
         result.error("argument --format: got 'mxfp8' and --enable-nvfp4, wanted one of them")
     quantized = args.enable_nvfp4 or args.format is not None
     if args.columns is None:
-        both = ["bf16", QUANTIZED]
-        args.columns = [QUANTIZED] if quantized else ["bf16"] if args.mode else both
+        of_weights = QUANTIZED if args.ranks == 1 else "quantize_"
+        args.columns = [of_weights] if quantized else ["bf16"] if args.mode else ["bf16", of_weights]
     args.format = args.format or "nvfp4"
     args.modes = [args.mode] if args.mode else MODES
     args.graphs = [True] if args.enable_cudagraph else [False] if args.mode else [False, True]
@@ -271,6 +294,8 @@ def _measure_column(rows: Sequence[Row], args: argparse.Namespace, bar: Any) -> 
         wanted = _reference_logits(column, args, ids, min(CHECKED_OF_PROMPT, args.input_length) + steps)
         _free(args.device)
         model = _build(column, args)
+        if args.ranks > 1:
+            _shard_(model, init_device_mesh(args.device.type, (args.ranks,)))
         for mode in dict.fromkeys(row["mode"] for row in cells):
             of_mode = [row for row in cells if row["mode"] == mode]
             with _failures(of_mode):
@@ -283,6 +308,10 @@ def _why_not(row: Row, args: argparse.Namespace) -> str | None:
     """Return why a cell cannot run, or None."""
     if row["cudagraph"] and args.device.type != "cuda":
         return "CUDA graphs need a CUDA device"
+    if args.ranks > 1 and row["column"] == QUANTIZED:
+        return "4-bit dense layers are not cut over several processes"
+    if args.ranks > 1 and (args.disable_moe_replacement or config_of(args.model_name).model_type != "llama4_text"):
+        return "on several processes the experts have to be this package's Llama4MoE"
     if row["column"] == "thunder_moe" and row["mode"] == "eager":
         return "nothing packs 16-bit weights without a compiler"
     if row["mode"].startswith("thunder") and importlib.util.find_spec("thunder") is None:
@@ -316,6 +345,35 @@ def _free(device: torch.device) -> None:
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
+
+
+@contextlib.contextmanager
+def _process_group(args: argparse.Namespace) -> Iterator[None]:
+    """Make the process group of torchrun's processes, each with the GPU of its rank."""
+    if args.device.type == "cuda":
+        args.device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(args.device)
+    dist.init_process_group("nccl" if args.device.type == "cuda" else "gloo")
+    yield
+    dist.destroy_process_group()
+
+
+def _shard_(model: nn.Module, mesh: DeviceMesh) -> None:
+    """Cut a model's experts, attention and dense layers over the ranks of a mesh."""
+    blocks = [module for module in model.modules() if isinstance(module, Llama4MoE)]
+    inside = {part for block in blocks for part in block.modules()}
+    for block in blocks:
+        parallelize_module(block, mesh, TensorParallel())
+    for name, linear in model.named_modules():
+        kind = name.rpartition(".")[2].removesuffix("_proj")
+        if linear in inside or kind not in ("q", "k", "v", "o", "gate", "up", "down"):
+            continue
+        by_rows = kind in ("o", "down")
+        sharding = WeightSharding(mesh, (2 if by_rows else 1,))
+        check_sharding(name, linear, sharding)
+        shard_weight_(linear, sharding, 0)
+        if by_rows:
+            linear.register_forward_hook(lambda module, args, out: sum_of_ranks(out, mesh))
 
 
 def _build(column: str, args: argparse.Namespace, attention: str | None = None) -> Any:

@@ -4,6 +4,10 @@ Called by pytest; calls benchmarks/suites/inference.py on tiny models.
 
 import json
 import math
+import os
+import subprocess
+import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -256,3 +260,30 @@ def test_options_that_are_wrong(arguments, message, capsys):
         main(["inference", "--device", "cpu", *arguments])
     assert stopped.value.code == 2
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["inductor", "thunder", "thunderjit"])
+def test_processes_of_torchrun_are_tensor_parallel(mode, tmp_path):
+    if mode != "inductor":
+        pytest.importorskip("thunder_moe.compilers.thunder", exc_type=ImportError)
+    columns = ["bf16", "quantize_", "thunder_moe", suite.QUANTIZED]
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "benchmarks", "inference"]
+    options = ["--mode", mode, "--columns", ",".join(columns), "--save-results", "--output-dir", str(tmp_path)]
+    root = Path(__file__).parents[2]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(root)}
+    done = subprocess.run(
+        [*command, *SMALL, *options],
+        cwd=root,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=900,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("Throughput Metrics") == 3  # of one process
+    saved = json.loads((tmp_path / REPORT).read_text())
+    assert saved["config"]["ranks"] == 2
+    assert ["metrics" in row for row in saved["rows"]] == [True, True, True, False]
+    assert "not cut over several processes" in saved["rows"][-1]["not_run"]

@@ -211,7 +211,7 @@ def run_experts(meshes, ranks, style, kind, quantized, splits):
     return max(errors)
 
 
-def run_tensor_layer(meshes, ranks, quantized, shared):
+def run_tensor_layer(meshes, ranks, quantized, shared, compile_=lambda moe: moe):
     mesh, whole = meshes.of(ranks), layer(quantized, shared)
     if whole.shared_expert is not None:
         whole.shared_expert.up_proj = torch.nn.Linear(H, whole.shared_expert.up_proj.out_features)  # with a bias
@@ -219,7 +219,8 @@ def run_tensor_layer(meshes, ranks, quantized, shared):
     x = torch.randn(2, 5, H)
     factors = torch.randn_like(x)
     inputs, outputs = [], []
-    for module in (whole, moe):
+    compiled = compile_(moe)
+    for module in (whole, compiled):
         inputs.append(x.clone().requires_grad_())
         outputs.append(module(inputs[-1]))
         (outputs[-1] * factors).sum().backward()
@@ -228,7 +229,7 @@ def run_tensor_layer(meshes, ranks, quantized, shared):
         grad = parameter.grad
         errors.append(error(grad.full_tensor() if isinstance(grad, DTensor) else grad, reference.grad))
     with torch.no_grad():
-        errors.append(error(moe(x), outputs[0]))
+        errors.append(error(compiled(x), outputs[0]))
     return max(errors)
 
 

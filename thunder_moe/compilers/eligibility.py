@@ -59,6 +59,7 @@ class GroupedGemm:
         hidden_training: True if the weight requires a gradient, and this is a forward whose grad mode tells nothing.
         changed: `Program.reason_against_packing` of the weight.
         format: the name of the number format that the weight is to have, or has; None leaves it 16-bit.
+        distributed: True if the GEMM takes a DTensor, not the local tensor of one.
     """
 
     weight: str | None
@@ -74,6 +75,7 @@ class GroupedGemm:
     hidden_training: bool = False
     changed: str | None = None
     format: str | None = NVFP4.name
+    distributed: bool = False
 
 
 # The option "thunder_moe.format" or moe_format: a format's name, or a function of a GEMM and its weight's full name.
@@ -139,6 +141,7 @@ def common_format(*gemms: GroupedGemm) -> str:
 def decline_reason(gemm: GroupedGemm) -> str | None:
     """Return why a grouped GEMM is not rewritten; None if it is. The checks run in this order:
 
+    - the GEMM takes no DTensor (the local tensor of one is a weight like others);
     - the weight is a parameter or a buffer (it can be quantized once, ahead of the call);
     - nothing in the graph changes it;
     - it is bfloat16 or float16, and so are the rows;
@@ -148,6 +151,11 @@ def decline_reason(gemm: GroupedGemm) -> str | None:
     - the weight is not being trained: either it is frozen or gradients are disabled, and not by a forward that is run
       again for its gradients.
     """
+    if gemm.distributed:
+        return (
+            "the weight is a DTensor, which is not quantized: shard the experts by"
+            " thunder_moe.parallel.TensorParallel(), which computes with local tensors"
+        )
     if gemm.weight is None:
         return "the weight is not a parameter or buffer, unchanged but for a transpose of its last two dims"
     if gemm.changed is not None:

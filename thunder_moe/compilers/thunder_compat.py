@@ -30,6 +30,7 @@ __all__ = [
     "put_first",
     "refuse_changes_in_graphs",
     "refuse_delayed_changes",
+    "refused_dtensors",
     "route_thunderfx",
     "scaled_dot_product_attention",
     "with_python_types",
@@ -220,6 +221,22 @@ def without_gradient(proxy: Any) -> Any:
     frozen = copy.copy(proxy)
     frozen._requires_grad = False
     return frozen
+
+
+def refused_dtensors() -> dict[Any, Callable[..., Any]]:
+    """Return lookasides that refuse to trace DTensors. On torch 2.13, Thunder 0.2.6 ends the process or fails in its
+    interpreter when it traces them. Unnecessary from the first Thunder release that traces DTensors there."""
+    if not torch.distributed.is_available() or torch.__version__ < "2.13":
+        return {}
+    from torch.distributed.tensor import DTensor
+
+    def refuse(*args: Any, **options: Any) -> Any:
+        raise NotImplementedError(
+            "DTensor.from_local (torch's ColwiseParallel and RowwiseParallel call it): Thunder 0.2.6 cannot trace it on"
+            " torch 2.13 and newer; shard by thunder_moe.parallel, which computes with local tensors"
+        )
+
+    return {DTensor.from_local: refuse}
 
 
 def refuse_changes_in_graphs(transforms: Sequence[Any], written: Sequence[Any]) -> None:

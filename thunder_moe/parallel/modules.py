@@ -38,7 +38,7 @@ from thunder_moe.parallel.shards import set_forward, weight_sharding_of
 from thunder_moe.routing import expert_of_row, live_rows
 from thunder_moe.training import GroupedMLP, NVFP4GroupedMLP
 
-__all__ = ["PARALLEL", "make_parallel"]
+__all__ = ["PARALLEL", "exchange_layer", "exchange_rows", "make_parallel", "sum_gradient", "sum_of_ranks"]
 
 PARALLEL = (Llama4MoE, GroupedSwiGLU, GroupedMLP, NVFP4GroupedSwiGLU, NVFP4GroupedMLP)
 
@@ -69,10 +69,10 @@ def _rows_forward(experts: Any, x: Tensor, offsets: Tensor, scales: Tensor | Non
     exchange, mesh = experts.exchange, experts.mesh
     if mesh is not None:
         _refuse_broadcast(experts, mesh)
-        x, scales = _sum_gradient(x, mesh), None if scales is None else _sum_gradient(scales, mesh)
-    run = _run_rows if exchange is None else _exchange_rows
+        x, scales = sum_gradient(x, mesh), None if scales is None else sum_gradient(scales, mesh)
+    run = _run_rows if exchange is None else exchange_rows
     out = run(experts, x, offsets, scales)
-    return out if mesh is None else _sum_of_ranks(out, mesh)
+    return out if mesh is None else sum_of_ranks(out, mesh)
 
 
 def _run_rows(experts: Any, x: Tensor, offsets: Tensor, scales: Tensor | None) -> Tensor:
@@ -80,7 +80,7 @@ def _run_rows(experts: Any, x: Tensor, offsets: Tensor, scales: Tensor | None) -
     return out
 
 
-def _exchange_rows(experts: Any, x: Tensor, offsets: Tensor, scales: Tensor | None) -> Tensor:
+def exchange_rows(experts: Any, x: Tensor, offsets: Tensor, scales: Tensor | None) -> Tensor:
     """Run experts on all ranks' rows; the result has zeros past the last row end."""
     exchange: Exchange = experts.exchange
     wanted = exchange.ranks * exchange.experts
@@ -106,20 +106,20 @@ def _layer_forward(moe: Any, hidden_states: Tensor) -> Tensor:
     """Run a `Llama4MoE`: (B, S, H) -> (B, S, H)."""
     x_TH, mesh = moe.tokens_of(hidden_states), moe.mesh
     if mesh is None:
-        return _exchange_layer(moe, x_TH, lambda: moe.router(x_TH)).reshape(hidden_states.shape)
+        return exchange_layer(moe, x_TH, lambda: moe.router(x_TH)).reshape(hidden_states.shape)
     _refuse_broadcast(moe, mesh)
     # The router is whole on each rank; its logits and the tokens get the summed gradients of all ranks.
-    logits_TE, x_TH = _sum_gradient(moe.router(x_TH), mesh), _sum_gradient(x_TH, mesh)
+    logits_TE, x_TH = sum_gradient(moe.router(x_TH), mesh), sum_gradient(x_TH, mesh)
     if moe.exchange is not None:
-        out_TH = _exchange_layer(moe, x_TH, lambda: logits_TE)
+        out_TH = exchange_layer(moe, x_TH, lambda: logits_TE)
     else:
         out_TH = moe.run_experts_by(logits_TE, x_TH)
         if moe.shared_expert is not None:
             out_TH = out_TH + moe.shared_expert(x_TH)
-    return _sum_of_ranks(out_TH, mesh).reshape(hidden_states.shape)  # one sum for routed and shared experts
+    return sum_of_ranks(out_TH, mesh).reshape(hidden_states.shape)  # one sum for routed and shared experts
 
 
-def _exchange_layer(moe: Any, x_TH: Tensor, logits: Callable[[], Tensor]) -> Tensor:
+def exchange_layer(moe: Any, x_TH: Tensor, logits: Callable[[], Tensor]) -> Tensor:
     """Run routed experts and shared expert, (T, H) -> (T, H); `logits` returns the router's logits (T, E)."""
     exchange: Exchange = moe.exchange
     _refuse_broadcast(moe, exchange.mesh)
@@ -189,14 +189,14 @@ def _refuse_broadcast(module: nn.Module, mesh: DeviceMesh) -> None:
     known.add((id(module), id(mesh)))
 
 
-def _sum_gradient(x: Tensor, mesh: DeviceMesh) -> Tensor:
+def sum_gradient(x: Tensor, mesh: DeviceMesh) -> Tensor:
     """Return the tensor, with a gradient that is the sum of all ranks' gradients."""
     if not (torch.is_grad_enabled() and x.requires_grad):
         return x
     return DTensor.from_local(x, mesh, [Replicate()], run_check=False).to_local(grad_placements=[Partial()])
 
 
-def _sum_of_ranks(x: Tensor, mesh: DeviceMesh) -> Tensor:
+def sum_of_ranks(x: Tensor, mesh: DeviceMesh) -> Tensor:
     """Return the sum over the ranks, computed in place for plain tensors; x gets the gradient of the sum."""
     if is_plain_eager(x):  # a functional collective copies x first: 16 us with 8192 tokens of 2048 features (H200)
         x = x.contiguous()

@@ -23,6 +23,7 @@ from torch.nn.utils.parametrize import is_parametrized
 
 from thunder_moe.formats.weight import joined
 from thunder_moe.nn import GroupedLinear, NVFP4GroupedLinear
+from thunder_moe.nn.grouped_linear import local_part
 from thunder_moe.nn.lora import LoRALinear
 from thunder_moe.nn.packed import PackedModule
 
@@ -232,7 +233,7 @@ def _refuse_copy(original: nn.Module, module: nn.Module, _: Any) -> None:
 
 def _local_linear(linear: Any, x: Tensor) -> Tensor:
     """Multiply by this rank's shard of the weight, as the forward of torch's linear."""
-    return nn.functional.linear(x, linear.weight.to_local(), None if linear.bias is None else linear.bias.to_local())
+    return nn.functional.linear(x, local_part(linear.weight, True), local_part(linear.bias, True))
 
 
 def _broadcast(tensor: Tensor, mesh: DeviceMesh, source: int | None) -> None:

@@ -15,6 +15,7 @@ import torch
 from torch import fx
 
 from thunder_moe.compilers.dynamo.inputs import Rewritten
+from thunder_moe.compilers.dynamo.local_shards import local_inputs, take_local_shards
 from thunder_moe.compilers.dynamo.nodes import traced_frame
 from thunder_moe.compilers.dynamo.rewrite import rewrite
 from thunder_moe.compilers.dynamo.scopes import copy_of
@@ -53,17 +54,18 @@ def compile_graph(
         attention: True if attention that repeats keys and values is rewritten; None: on CUDA.
         note: what the report adds to the reason of each GEMM that is rewritten.
     """
+    gm, examples, local = take_local_shards(gm, example_inputs)
     new = copy_of(gm)
     with choosing_format(option, format):
-        rewritten, decisions, attended = rewrite(new, example_inputs, attention)
+        rewritten, decisions, attended = rewrite(new, example_inputs, attention, local)
     decisions = [(gemm, to, reason if to == "16-bit" else reason + note) for gemm, to, reason in decisions]
-    compiled = compile_(new, rewritten.inputs(example_inputs, examples=True))
+    compiled = compile_(new, rewritten.inputs(example_inputs, examples))
     # Reports show no graph that could not be compiled.
     graph = record(owner, decisions, traced_frame(gm.graph), attended)
     if not decisions and not attended:
-        return compiled
+        return _runner(rewritten, graph, compiled) if local else compiled
     if not rewritten.packs:
-        run = _runner(rewritten, graph, compiled) if rewritten.watched else compiled
+        run = _runner(rewritten, graph, compiled) if rewritten.watched or local else compiled
         return graph.counted(rewritten.told_by, run)
     original = copy_of(gm)
     for module in original.modules():
@@ -108,6 +110,6 @@ def _runner(
         if reason is None or in_16_bit is None:
             return compiled(*inputs)
         graph.calls_of(given).in_16_bit[reason] += 1
-        return in_16_bit(*given)
+        return in_16_bit(*local_inputs(given, rewritten.local))
 
     return run

@@ -15,6 +15,7 @@ from torch import Tensor, fx
 
 from thunder_moe import weight_cache
 from thunder_moe.compilers.dynamo.effects import storages_of
+from thunder_moe.compilers.dynamo.local_shards import local_inputs
 from thunder_moe.compilers.dynamo.scopes import Scope
 from thunder_moe.compilers.dynamo.sites import Weights
 from thunder_moe.kernels.slow_paths import warn_once
@@ -49,7 +50,7 @@ class WeightInput:
         """Return the operators' weight arguments; of zeros where a weight that is not loaded yet holds NaN or Inf."""
         with contextlib.suppress(ValueError):
             return self(inputs)
-        zeros = [torch.zeros_like(weight) for weight in _given(self.weights, inputs)]
+        zeros = [torch.zeros_like(weight_cache.local_data(weight)) for weight in _given(self.weights, inputs)]
         return replace(self, weights=tuple(zeros))(())
 
     def __call__(self, inputs: Sequence[Any]) -> tuple[Tensor, ...]:
@@ -93,11 +94,15 @@ class Rewritten:
     compared: tuple[int, ...] = ()  # `written`, and the positions of all other inputs but parameters and buffers
     # pairs of `compared` that shared their memory when the graph was analysed, the lower position first
     aliases: frozenset[tuple[int, int]] = frozenset()
+    local: frozenset[int] = frozenset()  # positions of the DTensors that the graph takes local shards of
 
-    def inputs(self, given: Sequence[Any], *, examples: bool = False) -> list[Any]:
-        """Return the inputs; with `examples`, of zeros where weights cannot be packed yet."""
-        packed = [tensor for pack in self.packs for tensor in (pack.example if examples else pack)(given)]
-        return [given[position] for position in self.kept] + packed
+    def inputs(self, given: Sequence[Any], examples: Sequence[Any] | None = None) -> list[Any]:
+        """Return the inputs; where the graph is compiled for `examples`, of zeros where weights cannot be packed yet.
+
+        `examples` are `given` with the local tensors that the graph takes."""
+        packed = [tensor for pack in self.packs for tensor in (pack if examples is None else pack.example)(given)]
+        taken = local_inputs(given, self.local) if examples is None else examples
+        return [taken[position] for position in self.kept] + packed
 
     def writes_read(self, given: Sequence[Any]) -> bool:
         """True if an input that the graph changes in place shares its memory with a packed weight, which is then out of
@@ -113,7 +118,9 @@ class Rewritten:
                         return True
                 others.append(position)
         weights = (weight for pack in self.packs for weight in _given(pack.weights, given))
-        return any(not written.isdisjoint(owners.get(weight.untyped_storage()._cdata, ())) for weight in weights)
+        return any(
+            not written.isdisjoint(owners.get(storage, ())) for weight in weights for storage in _storages_of(weight)
+        )
 
     def thawed(self, given: Sequence[Any]) -> bool:
         """True if packed weights that were frozen require a gradient now: then it tells the user and the cache. Dynamo

@@ -26,6 +26,7 @@ __all__ = [
     "same",
     "sole_user",
     "source_of",
+    "static_example",
     "tensor",
     "traced_frame",
     "user_line",
@@ -38,6 +39,18 @@ _PACKAGE = os.path.dirname(os.path.dirname(os.path.dirname(__file__)))
 def value_of(node: Any) -> Any:
     """Return the example value of a node, None if it has none."""
     return node.meta.get("example_value", node.meta.get("val")) if isinstance(node, fx.Node) else None
+
+
+def static_example(tensor: Tensor, name: str) -> tuple[Any, Any]:
+    """Return the example value of an input of fixed size that dynamo does not know, and a source for it.
+
+    The compiler has to get the same tensor: it finds the value by the tensor."""
+    from torch._dynamo.source import ConstantSource
+
+    fake_mode = torch._guards.detect_fake_mode()
+    assert fake_mode is not None, "dynamo compiles under a fake mode"
+    source = ConstantSource(name)
+    return fake_mode.from_tensor(tensor, static_shapes=True, source=source), source
 
 
 def given(node: Any) -> dict[str, Any]:

@@ -25,7 +25,7 @@ from thunder_moe.compilers.dynamo.all_experts_bmm_pattern import AllExpertsBmm
 from thunder_moe.compilers.dynamo.effects import storages_of
 from thunder_moe.compilers.dynamo.fused_moe_pattern import FusedMoE
 from thunder_moe.compilers.dynamo.inputs import WeightInput
-from thunder_moe.compilers.dynamo.nodes import calls, is_in_place, kind_of, value_of
+from thunder_moe.compilers.dynamo.nodes import calls, is_in_place, kind_of, static_example, value_of
 from thunder_moe.compilers.dynamo.scopes import Scope
 from thunder_moe.compilers.dynamo.sites import Site, read_live_rows_alone
 from thunder_moe.compilers.swiglu import SwiGLU
@@ -56,19 +56,13 @@ _PARTS = ("weight", "scale", "global_scale")
 
 def add_inputs(graph: fx.Graph, stem: str, tensors: Sequence[torch.Tensor]) -> tuple[fx.Node, ...]:
     """Add placeholders behind the graph's, marked as dynamo marks parameters: static, of fixed size."""
-    from torch._dynamo.source import ConstantSource
-
-    fake_mode = torch._guards.detect_fake_mode()
-    assert fake_mode is not None, "dynamo compiles under a fake mode"
     nodes = []
     for part, tensor in zip(_PARTS, tensors, strict=False):
         last = graph.find_nodes(op="placeholder")[-1]
-        source = ConstantSource(f"{stem}_{part}")
         with graph.inserting_after(last):
             node = graph.placeholder(f"{stem}_{part}")
         node.meta["tensor_dict"] = {"_dynamo_static_input_type": "unguarded"}
-        node.meta["example_value"] = fake_mode.from_tensor(tensor, static_shapes=True, source=source)
-        node._dynamo_source = source
+        node.meta["example_value"], node._dynamo_source = static_example(tensor, f"{stem}_{part}")
         nodes.append(node)
     return tuple(nodes)
 

@@ -47,7 +47,7 @@ from thunder_moe.compilers.report import Others
 from thunder_moe.compilers.swiglu import SwiGLU
 from thunder_moe.formats.block_format import BLOCK_FORMATS
 from thunder_moe.ops import experts_lora  # noqa: F401  (registers its operators)
-from thunder_moe.weight_cache import stacked_layout
+from thunder_moe.weight_cache import local_data, stacked_layout
 
 __all__ = ["rewrite"]
 
@@ -56,9 +56,14 @@ _QUANTIZED = {getattr(_OPS, name).default: decisions for name, decisions in QUAN
 
 
 def rewrite(
-    gm: fx.GraphModule, example_inputs: Sequence[Any], attention: bool | None = None
+    gm: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    attention: bool | None = None,
+    local: frozenset[int] = frozenset(),
 ) -> tuple[Rewritten, list[Decision], list[Others]]:
     """Rewrite dynamo's graph and those nested in it, in place.
+
+    `local` are the positions of DTensors in example_inputs whose local tensors the graph takes.
 
     Returns:
         What the graph takes now; what was decided on each GEMM; and what on attention that repeats keys and values
@@ -74,7 +79,7 @@ def rewrite(
     if fused:
         scopes, weights = _scopes_and_weights(gm, example_inputs)
     root = scopes[0]
-    packing = _Packing(root, weights, example_inputs)
+    packing = _Packing(root, weights, example_inputs, local)
     plans = [_plan(scope, weights) for scope in scopes]
     quantized = [found for scope in scopes for found in _quantized(scope, weights)]
     decisions = [decision for plan in plans for decision in plan.decisions]
@@ -116,7 +121,8 @@ def rewrite(
 class _Packing:
     """The packed weights of a graph; each becomes an input of the graph when it is first asked for."""
 
-    def __init__(self, root: Scope, weights: Weights, example_inputs: Sequence[Any]) -> None:
+    def __init__(self, root: Scope, weights: Weights, example_inputs: Sequence[Any], local: frozenset[int]) -> None:
+        self.local = local
         self.root = root
         self.weights = weights
         self.example_inputs = example_inputs
@@ -133,7 +139,7 @@ class _Packing:
         transposed, format = sites[0].transposed, common_format(*(site.gemm for site in sites))
         key = (transposed, interleaved, *nodes)
         if key not in self.packs:
-            tensors = (self.weights.tensors[node] for node in nodes)
+            tensors = (local_data(self.weights.tensors[node]) for node in nodes)
             layout = stacked_layout(*tensors, transposed=transposed, format=BLOCK_FORMATS[format])
             names = " and ".join(str(site.gemm.weight) for site in sites)
             pack = WeightInput(names, tuple(map(self.weights.handle, nodes)), transposed, interleaved, layout, format)
@@ -165,6 +171,7 @@ class _Packing:
             frozen=handles(node for node in packed if node not in watched),
             enables_grad=enabled and not torch.is_grad_enabled(),
             told_by=told_by,
+            local=self.local,
             **memory,
         )
 

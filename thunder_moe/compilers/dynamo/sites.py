@@ -28,6 +28,7 @@ from thunder_moe.compilers.safety import is_hidden_training_forward
 from thunder_moe.compilers.spellings import column_part
 from thunder_moe.compilers.swiglu import Gemm, SwiGLU
 from thunder_moe.formats.block_format import BLOCK_FORMATS
+from thunder_moe.weight_cache import local_data
 
 __all__ = ["Site", "Weights", "find_sites", "find_swiglu", "quantized_gemm", "read_live_rows_alone", "site_of"]
 
@@ -87,7 +88,8 @@ class Weights:
     def is_static(self, node: fx.Node) -> bool:
         """True if an input is a parameter or buffer with data that can be quantized ahead of the call."""
         real = self.tensors[node]
-        if isinstance(real, FakeTensor) or is_traceable_wrapper_subclass(real):
+        value = self._scopes[0].value_of(node)  # the local tensor of a DTensor, where the graph takes it
+        if isinstance(real, FakeTensor) or is_traceable_wrapper_subclass(value):
             return False
         marked = "_dynamo_static_input_type" in node.meta.get("tensor_dict", {})
         return node.op == "get_attr" or isinstance(real, torch.nn.Parameter) or marked
@@ -163,6 +165,7 @@ def site_of(
         where=user_line(node),
         hidden_training=requires_grad and (scope.differentiates_itself or is_hidden_training_forward()),
         changed=None if weight is None else weights.reason_against_packing(weight),
+        distributed=local_data(mat_b) is not mat_b,
     )
     gemm = in_chosen_format(gemm)
     reason = decline_reason(gemm) or scope.refusal

@@ -18,8 +18,15 @@ from thunder.core.dtypes import dtype, to_torch_dtype
 from thunder.extend import register_executor, resolve_executors
 
 from thunder_moe.compilers.thunder import nvfuser, thunderfx
+from thunder_moe.compilers.thunder.distributed_symbols import local_shard
 from thunder_moe.compilers.thunder.rewrite import NVFP4Rewrite
-from thunder_moe.compilers.thunder.symbols import EXECUTOR, OPERATOR_SYMBOLS, SYMBOLS, grouped_mm, moe_experts
+from thunder_moe.compilers.thunder.symbols import (
+    EXECUTOR,
+    OPERATOR_SYMBOLS,
+    SYMBOLS,
+    grouped_mm,
+    moe_experts,
+)
 from thunder_moe.compilers.thunder.training_symbols import (
     activated_linear_call,
     bias_call,
@@ -28,10 +35,12 @@ from thunder_moe.compilers.thunder.training_symbols import (
 )
 from thunder_moe.compilers.thunder_compat import (
     put_first,
+    refused_dtensors,
     route_thunderfx,
     scaled_dot_product_attention,
     with_python_types,
 )
+from thunder_moe.nn.grouped_linear import local_part
 from thunder_moe.nn.linear import traced_by_thunder
 from thunder_moe.ops.operator import is_eager, is_plain_eager
 
@@ -85,6 +94,8 @@ moe_executor._lookasides.update(
         traced_by_thunder: lambda: True,
         is_plain_eager: lambda tensor: False,
         is_eager: lambda: False,
+        local_part: lambda whole, sharded: local_shard(whole) if sharded and whole is not None else whole,
+        **refused_dtensors(),
         torch._grouped_mm: _grouped_mm_lookaside,
         F.grouped_mm: _grouped_mm_lookaside,
         _OPS.trainable_grouped_mm: _grouped_mm_lookaside,

@@ -1,6 +1,7 @@
-"""Lookasides of moe_executor for functions of transformers and Thunder's operator of packed weights: which modules have
-them, and what they are written with. Called by symbols.py (`LateLookasides` is the base of its executor) and the
-thunder_* modules of integrations.huggingface; calls these modules and Thunder's interpreter.
+"""Lookasides of moe_executor for functions of transformers and of thunder_moe.parallel, and for Thunder's operator of
+packed weights: which modules have them, and what they are written with.
+Called by symbols.py (`LateLookasides` is the base of its executor) and these modules; calls these modules and Thunder's
+interpreter.
 
 `thunder.jit` reads an executor's lookasides when it is called, and by then the model's own modules are imported.
 """
@@ -21,8 +22,9 @@ from thunder_moe.compilers import nvf_cutlass
 
 __all__ = ["LateLookasides", "same_code", "trace"]
 
-# A module of transformers -> the module that has `LOOKASIDES` for it. By name: neither is imported early.
+# A module -> the module that has `LOOKASIDES` for it. By name: neither is imported early.
 _MODULES = {
+    "thunder_moe.parallel.modules": "thunder_moe.parallel.thunder",
     "transformers.models.llama4.modeling_llama4": "thunder_moe.integrations.huggingface.thunder_llama4",
     "transformers.utils.output_capturing": "thunder_moe.integrations.huggingface.thunder_outputs",
     "transformers.cache_utils": "thunder_moe.integrations.huggingface.thunder_cache",

@@ -14,6 +14,7 @@ from thunder.core.prims import PrimIDs
 from thunder.core.proxies import ProxyTag, TensorProxy
 from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx
+from thunder.torch.experimental.dtensor_proxy import is_dtensor_proxy
 
 from thunder_moe.compilers import swiglu
 from thunder_moe.compilers.eligibility import QUANTIZED, GroupedGemm, decline_reason, in_chosen_format
@@ -95,6 +96,7 @@ def _site(
         out_dtype=None if trained else bsym.args[3] if len(bsym.args) > 3 else bsym.kwargs.get("out_dtype"),
         hidden_training=requires_grad and is_hidden_training_forward(),
         changed=None if weight is None else program.reason_against_packing([computation.storage(weight.name)]),
+        distributed=is_dtensor_proxy(b),
     )
     gemm = in_chosen_format(gemm)
     reason = decline_reason(gemm)

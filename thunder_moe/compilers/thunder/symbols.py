@@ -311,7 +311,7 @@ def _check_grad_mode(*weights: Tensor, hidden_training: bool) -> None:
 
 
 def _check_memory(*tensors: Tensor, packed: int) -> None:
-    addresses = [tensor.untyped_storage().data_ptr() for tensor in tensors]
+    addresses = [weight_cache.local_data(tensor).untyped_storage().data_ptr() for tensor in tensors]
     shared = set(addresses[:packed]).intersection(addresses[packed:]) - {0}
     if shared:
         shapes = " and ".join(str(tuple(tensors[addresses.index(address)].shape)) for address in shared)

@@ -17,6 +17,7 @@ import thunder
 import torch
 from thunder.extend import resolve_executors
 from torch import fx
+from torch._library.fake_class_registry import FakeScriptObject
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import _pytree as pytree
 
@@ -28,6 +29,8 @@ from thunder_moe.compilers.thunder.symbols import EXECUTOR, OPTION, decided_befo
 from thunder_moe.compilers.thunder_compat import original_thunderfx
 
 __all__ = ["compile_graph", "compiler_with"]
+
+_COLLECTIVES = torch.ops._c10d_functional
 
 
 def compile_graph(compiler: Any, gm: fx.GraphModule, inputs: Sequence[Any], **options: Any) -> Callable[..., Any]:
@@ -54,8 +57,15 @@ def _compile(compiler: Any, gm: fx.GraphModule, inputs: Sequence[Any]) -> Callab
     """Have Thunder compile a graph whose GEMMs have been decided on.
 
     Raises:
-        NotImplementedError: the graph enters inference mode.
+        NotImplementedError: the graph enters inference mode, computes with DTensors, or waits for a collective other
+            than an all-reduce.
     """
+    if any(isinstance(value_of(node), FakeScriptObject) for node in gm.graph.nodes):
+        raise NotImplementedError(
+            "DTensor: Thunder 0.2.6 takes no graph of dynamo's that computes with DTensors on this torch: shard experts"
+            " by thunder_moe.parallel.TensorParallel() and call them without gradients, or compile by thunder.jit or"
+            " inductor"
+        )
     for module in gm.modules():
         for node in module.graph.nodes if isinstance(module, fx.GraphModule) else ():
             if node.target is torch.autograd.grad_mode._enter_inference_mode:
@@ -63,6 +73,12 @@ def _compile(compiler: Any, gm: fx.GraphModule, inputs: Sequence[Any]) -> Callab
                     "torch.inference_mode() inside of what thunderfx compiles: Thunder would leave the whole process in"
                     " it; enter it around the call of the compiled function, or use torch.no_grad()"
                 )
+    for node in gm.graph.nodes:
+        if _packet(node) is _COLLECTIVES.wait_tensor and _packet(node.args[0]) is not _COLLECTIVES.all_reduce:
+            raise NotImplementedError(
+                "ExpertParallel, or another collective than all-reduce, in what thunderfx compiles: Thunder 0.2.6 does"
+                " not wait for it; wanted TensorParallel(), or inductor"
+            )
     changes = any(map(_may_change, gm.graph.nodes))
     gm = copy_of(gm)
     _add_example_values(gm)
@@ -86,6 +102,11 @@ def _compile(compiler: Any, gm: fx.GraphModule, inputs: Sequence[Any]) -> Callab
     finally:
         compiler.thunder_options = options
     return compiled
+
+
+def _packet(node: fx.Node) -> Any:
+    """Return what a node calls, without the overload of an operator."""
+    return getattr(node.target, "overloadpacket", node.target)
 
 
 def _may_change(node: fx.Node) -> bool:
@@ -157,7 +178,7 @@ def _replaced(old: fx.Node, new: Any, node: fx.Node) -> Any:
 
 def _taken_by_thunder(node: fx.Node) -> Any:
     """Return the target of a call as Thunder's splitter takes it: marked, where the executor has a lookaside for it."""
-    function: Any = getattr(node.target, "overloadpacket", node.target)
+    function: Any = _packet(node)
     if calls(node, "grouped_mm"):
         named = given(node)
         function = torch._grouped_mm if function is torch.ops.aten._grouped_mm else function

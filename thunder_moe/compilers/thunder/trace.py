@@ -8,6 +8,7 @@ its parts as subsymbols; symbols without any are the leaves, and views are follo
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -19,10 +20,12 @@ from thunder.core.proxies import Proxy, ProxyTag, TensorProxy
 from thunder.core.pytree import tree_iter
 from thunder.core.symbol import BoundSymbol, Symbol
 from thunder.core.trace import TraceCtx
+from thunder.torch.experimental.dtensor_proxy import is_dtensor_proxy
 
 from thunder_moe.compilers.eligibility import swaps_last_dims
 from thunder_moe.compilers.safety import Program, Step
 from thunder_moe.compilers.spellings import SYMBOLS, TARGETS, Spelling
+from thunder_moe.compilers.thunder.distributed_symbols import local_shard
 from thunder_moe.compilers.thunder.symbols import EXECUTOR
 from thunder_moe.compilers.thunder.training_symbols import scaled_activation
 
@@ -139,12 +142,17 @@ class Computation:
         return name
 
     def argument_behind(self, name: str) -> tuple[TensorProxy, bool] | None:
-        """Return the argument that a tensor views as `eligibility` wants, and True if its last two dims are swapped."""
+        """Return the argument that a tensor views as `eligibility` wants, and True if its last two dims are swapped.
+
+        The argument is a DTensor's local tensor, under the DTensor's name, where the trace reads that."""
         name, chain = self._origin(name)
         if name not in self.arguments:
             return None
         argument = self.arguments[name]
-        if not isinstance(argument, TensorProxy):
+        if chain and chain[-1].sym.id == local_shard.id:
+            argument = _local(argument)
+            chain.pop()
+        if not isinstance(argument, TensorProxy) or is_dtensor_proxy(argument):
             return None
         whole = torch.empty(tuple(argument.shape), dtype=dtypes.to_torch_dtype(argument.dtype), device="meta")
         view = whole
@@ -205,6 +213,13 @@ class Computation:
         )
 
 
+def _local(dtensor: Any) -> Any:
+    """Return a proxy of the local tensor of a DTensor, which has a name of its own, under the DTensor's name."""
+    local = copy.copy(dtensor.local_tensor)
+    local._name, local._requires_grad, local._tags = dtensor.name, dtensor.requires_grad, dtensor.tags
+    return local
+
+
 def spelled(bsym: BoundSymbol) -> tuple[str, dict[str, Any]]:
     """Return the kind of operation and the arguments by name; ("", {}) for what the table of spellings lacks."""
     row = _SPELLINGS.get(bsym.sym.id)
@@ -222,7 +237,10 @@ def leaves(bsym: BoundSymbol) -> Iterator[BoundSymbol]:
 
 def is_view(bsym: BoundSymbol) -> bool:
     """True if a symbol whose outputs nothing reads can go: a view, or another function of torch without effects."""
-    return all(leaf.sym.id in _VIEWS or _has_tag(leaf, OpTags.AUTO_REGISTERED) for leaf in leaves(bsym))
+    return all(
+        leaf.sym.id in _VIEWS or leaf.sym.id == local_shard.id or _has_tag(leaf, OpTags.AUTO_REGISTERED)
+        for leaf in leaves(bsym)
+    )
 
 
 def names_read(bsym: BoundSymbol) -> set[str]:
