@@ -147,7 +147,10 @@ def test_has_the_functions_of_a_backend():
     for name in reference.__all__:
         ours, theirs = (inspect.signature(getattr(module, name)) for module in (w4a4, reference))
         shared = [parameter for parameter in ours.parameters.values() if parameter.name != "amax"]
-        assert shared == list(theirs.parameters.values()), name
+        wanted = list(theirs.parameters.values())
+        for which in (shared, wanted):  # a function may have another one of its backend as a default
+            which[:] = [each.replace(default=None) if inspect.isfunction(each.default) else each for each in which]
+        assert shared == wanted, name
 
 
 def test_gradients_ignore_the_rounding(offsets):

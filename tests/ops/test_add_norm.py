@@ -54,9 +54,11 @@ def test_router(dtype):
 
 
 def test_opcheck(opcheck):
-    packed = dense_operands(nvfp4.quantize(torch.randn(1, N, K)))
     ops = torch.ops.thunder_moe
-    opcheck(ops.f16a_nvfp4weight_add_norm_scaled_mm.default, (*operands(), *packed), dict(epsilon=1e-6))
+    for format in FORMATS:
+        packed = dense_operands(format.quantize(torch.randn(1, N, K)))
+        run = getattr(ops, FORMATS[format].__name__).default
+        opcheck(run, (*operands(), *packed), dict(epsilon=1e-6))
     router = dict(norm_epsilon=1e-6, top_k=2)
     opcheck(ops.add_norm_linear_router.default, (*operands(), torch.randn(E, K)), router)
 

@@ -84,7 +84,11 @@ def test_every_operator_matches_the_oracle(name, dtype):
 
 def test_they_are_all_that_there_are():
     known = {name.removeprefix("f16a_mxfp8weight_") for name in OPERATORS if "mxfp8weight" in name}
-    assert known == {*OF_ALL, "moe_experts_lora"}  # which test_experts_lora tests
+    assert known == {
+        *OF_ALL,
+        "moe_experts_lora",
+        "add_norm_scaled_mm",
+    }  # test_experts_lora and test_add_norm test these
     for module in (grouped_mm_ops, grouped_swiglu_ops, grouped_mm_combine, experts, scaled_mm):
         for name in module.__all__:
             if name.startswith("f16a_mxfp8weight"):
