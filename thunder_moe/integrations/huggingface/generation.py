@@ -378,7 +378,7 @@ def _options_of(graph: Any) -> dict[str, Any]:
     """
     nodes = [node for node in graph.graph.nodes if node.op in ("call_function", "call_method")]
     names = {node: str(getattr(node.target, "__name__", node.target)) for node in nodes}
-    ours = any(str(node.target).endswith("weight_scaled_mm") for node in nodes)
+    ours = any(str(node.target).endswith("_scaled_mm") for node in nodes)
     # A mask of zeros that is filled where a key is not attended to is one kernel with the comparison.
     masks = {"masked_fill", "masked_fill_"}
     filled = {node for node in nodes if node.users and {names.get(user) for user in node.users} <= masks}
