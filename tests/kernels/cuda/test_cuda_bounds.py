@@ -15,6 +15,7 @@ from thunder_moe.activations import SWIGLU, SwiGLUConfig
 from thunder_moe.formats.nvfp4 import NVFP4Weight, quantize
 from thunder_moe.kernels import reference
 from thunder_moe.kernels.cuda import backend as cuda
+from thunder_moe.routing import RouterConfig
 
 LEAST, MOST = -(2**31), 2**31 - 1
 GATED = SWIGLU_CONFIGS | {name: TILED_CONFIGS[name] for name in FAST[-2:]}
@@ -125,3 +126,22 @@ def test_offsets_of_gradients(ends):
     wanted = torch.tensor(in_order(ends, 42))
     if wanted[-1] > 0:
         assert relative_error(out[: wanted[-1]], grouped_mm(grad, exact.transpose(1, 2), wanted)) < 5e-3
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+def test_norm_in_front_of_a_layer(rows):
+    weight = quantize(torch.randn(1, 64, 576)).to_layout("tiled_64x64")
+    weight = NVFP4Weight(*map(guarded, weight.tensors()), "tiled_64x64")
+    x, residual, norm_weight = (guarded(torch.randn(shape).bfloat16()) for shape in ((rows, 576), (rows, 576), (576,)))
+    _, total = cuda.add_norm_mm(x, residual, norm_weight, weight, None, 1e-6)
+    assert torch.equal(total, x + residual)
+
+
+@pytest.mark.parametrize(("tokens", "width"), [(1, 2072), (3, 264)])
+def test_norm_in_front_of_a_router(tokens, width):
+    shapes = (tokens, width), (tokens, width), (width,), (37, width)
+    x, residual, norm_weight, weight = (guarded(torch.randn(shape).bfloat16()) for shape in shapes)
+    operands = x, residual, norm_weight, 1e-6, weight, None, None, RouterConfig(4), torch.bfloat16, torch.bfloat16
+    *_, total, rows = cuda.add_norm_linear_router(*operands)
+    assert torch.equal(total, x + residual)
+    assert rows.isfinite().all()
