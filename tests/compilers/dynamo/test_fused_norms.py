@@ -138,6 +138,16 @@ def test_other_programs_are_left(layer):
     assert fused(lambda x, other, weight: layer(norm(x + other, weight)), X, X, WEIGHT, dynamic=True) == 0
 
 
+@torch.no_grad()
+def test_a_mean_of_another_dtype_is_left(layer):
+    def block(x, residual, weight):
+        wide = (x + residual).to(torch.float32)
+        mean = wide.pow(2).mean(-1, keepdim=True, dtype=torch.bfloat16)
+        return layer(weight * (wide * torch.rsqrt(mean + 1e-6)).to(x.dtype))
+
+    assert fused(block, X, RESIDUAL, WEIGHT) == 0
+
+
 def test_training_is_left(layer):
     weight = WEIGHT.clone().requires_grad_()
     assert fused(lambda x, other, weight: layer(norm(x + other, weight)), X, RESIDUAL, weight) == 0
