@@ -148,6 +148,12 @@ def test_a_mean_of_another_dtype_is_left(layer):
     assert fused(block, X, RESIDUAL, WEIGHT) == 0
 
 
+@torch.no_grad()
+def test_a_layer_that_autocast_casts_is_left(layer):
+    with torch.autocast("cpu", torch.bfloat16):
+        assert fused(lambda x, o, w: layer(norm(x + o, w)), X, RESIDUAL, WEIGHT) == 0
+
+
 def test_training_is_left(layer):
     weight = WEIGHT.clone().requires_grad_()
     assert fused(lambda x, other, weight: layer(norm(x + other, weight)), X, RESIDUAL, weight) == 0
