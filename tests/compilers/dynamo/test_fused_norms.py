@@ -154,6 +154,21 @@ def test_a_layer_that_autocast_casts_is_left(layer):
         assert fused(lambda x, o, w: layer(norm(x + o, w)), X, RESIDUAL, WEIGHT) == 0
 
 
+@torch.no_grad()
+def test_rows_given_by_name_or_twice_are_left():
+    router = torch.ops.thunder_moe.moe_linear_router
+
+    def of(change):
+        def block(x, residual, weight):
+            return change(norm((x + residual).view(-1, K), weight))[:2]
+
+        return fused(block, X, RESIDUAL, WEIGHT)
+
+    assert of(lambda rows: router(hidden_states=rows, weight=torch.ones(8, K), top_k=2)) == 0
+    assert of(lambda rows: router(rows, weight=torch.ones(8, K), top_k=2)) == 0
+    assert of(lambda rows: router(rows, rows, top_k=2)) == 0
+
+
 def test_training_is_left(layer):
     weight = WEIGHT.clone().requires_grad_()
     assert fused(lambda x, other, weight: layer(norm(x + other, weight)), X, RESIDUAL, weight) == 0

@@ -63,6 +63,7 @@ def fuse_add_norms(scopes: Sequence[Scope], *, on_any_device: bool = False) -> i
 
 def _fuse(scope: Scope, node: fx.Node, on_any_device: bool) -> None:
     """Replace a sum, a norm and the layer or router at a node."""
+    require(len(node.args) > 1)  # the rows and the weight by position
     views: set[fx.Node] = set()
     rows = node.args[0]
     normalized = behind(rows, "order", passed=views)
@@ -85,6 +86,7 @@ def _fuse(scope: Scope, node: fx.Node, on_any_device: bool) -> None:
     require(on_any_device or _is_one_kernel(node, value, norm, shape))
     # Everybody else reads the sum, and behind a router the rows, later than the operator that returns them.
     own = norm.nodes | views | {node}
+    require({total, *own}.isdisjoint((*node.args[1:], *node.kwargs.values())))
     position = scope.positions[node]
     for each in own - {node}:
         others = [user for user in each.users if user not in own]
