@@ -495,6 +495,8 @@ def test_arguments_of_peft_are_translated():
     for name, own in dict(r="rank", lora_dropout="dropout", target_modules="filter and linears").items():
         with pytest.raises(TypeError, match=f"got the argument '{name}', wanted {own}.*get_peft_model"):
             add_lora_(model, 4, 8, adapter="other", **{name: 0.1})
+    with pytest.raises(TypeError, match="'dense', wanted an argument of its signature, or get_peft_model"):
+        add_lora_(model, 4, 8, adapter="other", dense=True)
 
 
 def test_functions_that_are_none():

@@ -121,6 +121,7 @@ def test_autocast_as_linear(compiled):
             op(activation.double(), *packed)
         with torch.no_grad():
             assert torch.equal(function(activation.detach(), *packed, bias), out)
+            assert torch.equal(function(activation.detach(), *packed, bias, prefetch=True), out)
     assert relative_error(out, activation @ exact.T + bias) < 1e-2
     out.float().sum().backward()
     assert activation.grad.dtype == torch.float32

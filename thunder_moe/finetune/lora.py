@@ -129,8 +129,8 @@ def add_lora_(
             names.
     """
     for name in unknown:
-        remedy = f"{_PEFT_NAMES[name]}, " if name in _PEFT_NAMES else ""
-        raise TypeError(f"add_lora_: got the argument {name!r}, wanted {remedy}or get_peft_model for a LoraConfig")
+        remedy = _PEFT_NAMES.get(name, "an argument of its signature")
+        raise TypeError(f"add_lora_: got the argument {name!r}, wanted {remedy}, or get_peft_model for a LoraConfig")
     require_module(model)
     scaling = scaling_of(rank, alpha, rslora)
     names = Names.of_model(model)

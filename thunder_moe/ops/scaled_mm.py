@@ -204,11 +204,11 @@ def _register_autocast(name: str, device_type: str, key: str) -> None:
     keys = keys | torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCUDA)
     registered = getattr(torch.ops.thunder_moe, name)
 
-    def autocast(activation: Tensor, *weight_and_bias: Tensor | None, layout: str = LINEAR) -> Tensor:
+    def autocast(activation: Tensor, *weight_and_bias: Tensor | None, **options: Any) -> Tensor:
         with torch._C._ExcludeDispatchKeyGuard(keys):
             if activation.dtype in ACTIVATION_DTYPES:
                 activation = activation.to(torch.get_autocast_dtype(device_type))
-            out: Tensor = registered(activation, *weight_and_bias, layout=layout)
+            out: Tensor = registered(activation, *weight_and_bias, **options)
             return out
 
     _LIBRARY.impl(name, autocast, key)

@@ -144,6 +144,37 @@ def test_other_programs_are_left(layer):
     assert fused(lambda x, other, weight: layer(norm(x + other, weight)), X, X, WEIGHT, dynamic=True) == 0
 
 
+@torch.no_grad()
+def test_a_mean_of_another_dtype_is_left(layer):
+    def block(x, residual, weight):
+        wide = (x + residual).to(torch.float32)
+        mean = wide.pow(2).mean(-1, keepdim=True, dtype=torch.bfloat16)
+        return layer(weight * (wide * torch.rsqrt(mean + 1e-6)).to(x.dtype))
+
+    assert fused(block, X, RESIDUAL, WEIGHT) == 0
+
+
+@torch.no_grad()
+def test_a_layer_that_autocast_casts_is_left(layer):
+    with torch.autocast("cpu", torch.bfloat16):
+        assert fused(lambda x, o, w: layer(norm(x + o, w)), X, RESIDUAL, WEIGHT) == 0
+
+
+@torch.no_grad()
+def test_rows_given_by_name_or_twice_are_left():
+    router = torch.ops.thunder_moe.moe_linear_router
+
+    def of(change):
+        def block(x, residual, weight):
+            return change(norm((x + residual).view(-1, K), weight))[:2]
+
+        return fused(block, X, RESIDUAL, WEIGHT)
+
+    assert of(lambda rows: router(hidden_states=rows, weight=torch.ones(8, K), top_k=2)) == 0
+    assert of(lambda rows: router(rows, weight=torch.ones(8, K), top_k=2)) == 0
+    assert of(lambda rows: router(rows, rows, top_k=2)) == 0
+
+
 def test_training_is_left(layer):
     weight = WEIGHT.clone().requires_grad_()
     assert fused(lambda x, other, weight: layer(norm(x + other, weight)), X, RESIDUAL, weight) == 0

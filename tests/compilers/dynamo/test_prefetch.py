@@ -58,9 +58,22 @@ def test_the_first_kernel_of_a_graph_waits(weight):
     assert prefetched(lambda x: linear(x.to(x.dtype), weight), torch.randn(1, K)) == [False]
 
 
+def copied_over(y, x):
+    y.view(-1).copy_(x.view(-1))
+    return y
+
+
+def assigned(y, x):
+    y[:] = x
+    return y
+
+
 @pytest.mark.parametrize(
     "input_of",
     [
+        lambda x: copied_over(norm(x), x),
+        lambda x: copied_over(F.embedding(torch.tensor([1]), x.expand(2, K)), x),
+        lambda x: assigned(norm(x), x),
         lambda x: x * torch.rsqrt(torch.ones(K)),
         lambda x: x.expand_as(norm(x)),
         lambda x: x.view_as(norm(x)),

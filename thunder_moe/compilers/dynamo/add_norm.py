@@ -81,10 +81,12 @@ def _fuse(scope: Scope, node: fx.Node, on_any_device: bool) -> None:
     require(all(isinstance(size, int) for size in (*value.shape, *shape)) and shape[-1] == value.shape[-1])
     differentiated = (value_of(each) for each in (rows, total, *node.all_input_nodes))
     require(not (scope.modes[node] and any(isinstance(one, Tensor) and one.requires_grad for one in differentiated)))
+    require(is_router or value_of(node).dtype == value.dtype)  # autocast casts the rows of a layer
     require(not is_in_a_function_transform(value) and not is_traceable_wrapper_subclass(value))
     require(on_any_device or _is_one_kernel(node, value, norm, shape))
     # Everybody else reads the sum, and behind a router the rows, later than the operator that returns them.
     own = norm.nodes | views | {node}
+    require({total, *own}.isdisjoint((*node.args[1:], *node.kwargs.values())))
     position = scope.positions[node]
     for each in own - {node}:
         others = [user for user in each.users if user not in own]

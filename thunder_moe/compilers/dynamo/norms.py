@@ -52,7 +52,8 @@ def norm_of(node: Any) -> Norm | None:
             right = right and given(mean).get("dim") in (-1, [-1], (-1,)) and given(mean).get("keepdim") is True
             right = right and same(value.shape, value_of(source).shape[-1:])
             same_dtype = value_of(scaled).dtype == value_of(source).dtype == value.dtype
-            if right and same_dtype and value_of(wide).dtype == torch.float32 and is_number(summed.get("other")):
+            right = right and value_of(wide).dtype == value_of(factor).dtype == torch.float32
+            if right and same_dtype and is_number(summed.get("other")):
                 nodes = frozenset({node, scaled, product, wide, factor, total, mean, square})
                 return Norm(source, weight, float(summed["other"]), nodes)
     return None
