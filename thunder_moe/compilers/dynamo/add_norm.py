@@ -133,11 +133,11 @@ def _replace(
     rows: Any = node.args[0]
     value, of_rows, whole = value_of(node), value_of(rows), value_of(norm.source)
 
-    def in_shape(source: Any, example: Tensor, shape: Any) -> Any:
+    def in_shape(source: Any, shape: Any) -> Any:
         if same(value_of(source).shape, shape):
             return source
         view = graph.call_method("reshape", (source, tuple(shape)))
-        view.meta["example_value"] = example.reshape(shape)
+        view.meta["example_value"] = value_of(source).reshape(shape)
         return view
 
     def part(result: fx.Node, index: int, example: Tensor) -> fx.Node:
@@ -146,7 +146,7 @@ def _replace(
         return found
 
     with graph.inserting_before(node):
-        x, residual = (in_shape(each, value_of(each), of_rows.shape) for each in summands)
+        x, residual = (in_shape(each, of_rows.shape) for each in summands)
         operands = x, residual, norm.weight, *node.args[1:]
         if node.target in _ROUTERS:
             result = graph.call_function(
@@ -159,13 +159,13 @@ def _replace(
             examples = value, whole.reshape(of_rows.shape)
         result.meta.update({**node.meta, "example_value": examples})
         if node.target in _ROUTERS:
-            total = in_shape(part(result, 6, examples[6]), examples[6], whole.shape)
+            total = in_shape(part(result, 6, examples[6]), whole.shape)
             last = part(result, 7, of_rows)
             for old in dict.fromkeys((rows, normalized)):
-                new = in_shape(last, of_rows, value_of(old).shape)
+                new = in_shape(last, value_of(old).shape)
                 old.replace_all_uses_with(new, delete_user_cb=lambda user: user not in own)
             node.replace_all_uses_with(result)
         else:
-            total = in_shape(part(result, 1, examples[1]), examples[1], whole.shape)
+            total = in_shape(part(result, 1, examples[1]), whole.shape)
             node.replace_all_uses_with(part(result, 0, value))
     norm.source.replace_all_uses_with(total, delete_user_cb=lambda user: user not in own)
