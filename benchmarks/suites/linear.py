@@ -256,7 +256,7 @@ def _clock(calls: list[Call], device: torch.device) -> Callable[[], float]:
 
 
 def _fixed_kernel(spec: GemmSpec) -> str | None:
-    """Return the name of the kernel that runs a dense layer whatever its configuration; None without one."""
+    """Return the name of the kernel that runs a dense layer with any configuration; None without one."""
     return direct.explain_mm(spec).splitlines()[0] if direct.serves_mm(spec) else None
 
 

@@ -43,14 +43,11 @@ def _check_mm(
     activation: Tensor,
     residual: Tensor,
     norm_weight: Tensor,
-    weight: WeightOperands,
-    bias: Tensor | None = None,
-    *,
+    *others: Any,
     epsilon: float,
-    layout: str = LINEAR,
-    prefetch: bool = False,
+    **options: Any,
 ) -> None:
-    scaled_mm.check_scaled_mm(activation, weight, bias, layout=layout)
+    scaled_mm.check_scaled_mm(activation, *others, **options)
     _check_norm("activation", activation, residual, norm_weight)
 
 
@@ -170,7 +167,7 @@ def add_norm_linear_router(
         prefetch: on CUDA, the kernel may read `norm_weight` and `weight` before the kernel in front of it has ended. It
             is right only if that kernel does not write them; compilers, which know it, set it.
 
-    The other arguments are those of `moe_linear_router`.
+    The other arguments mean the same as in `moe_linear_router`.
 
     Returns:
         What `moe_linear_router` returns, then the sum and the normalized rows, (T, H) in the dtype of hidden_states.

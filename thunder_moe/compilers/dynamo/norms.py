@@ -60,5 +60,5 @@ def norm_of(node: Any) -> Norm | None:
 
 
 def is_number(value: Any) -> bool:
-    """True for a Python number that is no truth value."""
+    """True for a Python number, and False for a truth value."""
     return isinstance(value, (int, float)) and not isinstance(value, bool)

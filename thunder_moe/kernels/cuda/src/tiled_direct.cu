@@ -5,7 +5,7 @@
 // rows of them by up to 64 * AHEAD k, where possible before it waits for the kernel in front. A block has 16 columns of the result; its
 // warps share K, and add their sums in a fixed order.
 //
-// With NORM the rows are those of an RMS norm: total = x + residual, rows = total / rms(total) * norm_weight, each step rounded to 16
+// With NORM the kernel takes an RMS norm first: total = x + residual, rows = total / rms(total) * norm_weight, each step rounded to 16
 // bits. Each block computes the norm for itself, and the first one writes `total`.
 
 constexpr int kBlock = 64;  // rows, and k, of a block of weights
