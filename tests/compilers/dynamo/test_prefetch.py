@@ -68,12 +68,19 @@ def assigned(y, x):
     return y
 
 
+def given_as_out(y, x):
+    torch.mul(x, 2, out=y)
+    return y
+
+
 @pytest.mark.parametrize(
     "input_of",
     [
         lambda x: copied_over(norm(x), x),
         lambda x: copied_over(F.embedding(torch.tensor([1]), x.expand(2, K)), x),
         lambda x: assigned(norm(x), x),
+        lambda x: given_as_out(norm(x), x),
+        lambda x: torch.mul(x, 2, out=norm(x)),
         lambda x: x * torch.rsqrt(torch.ones(K)),
         lambda x: x.expand_as(norm(x)),
         lambda x: x.view_as(norm(x)),

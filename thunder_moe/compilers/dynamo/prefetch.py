@@ -55,8 +55,8 @@ def prefetch_operands(scopes: Sequence[Scope]) -> None:
             vary.add(node)
         if any(source in behind or (source in vary and _launches(source)) for source in numbers):
             behind.add(node)
-        elif _overwrites(node):  # a compiler does not run what made the earlier numbers
-            written = storages_of(value_of(node.args[0]))
+        elif overwritten := _overwritten(node):  # a compiler does not run what made the earlier numbers
+            written = storages_of([value_of(each) for each in overwritten])
             earlier = {each for each in vary | behind if written & storages_of(value_of(each))}
             vary, behind = vary - earlier, behind - earlier
         places = _READ_EARLY.get(node.target) if node.op == "call_function" else None
@@ -72,17 +72,20 @@ def _numbers_of(node: fx.Node) -> list[Any]:
         return []
     if kind == "cast":
         read = [given(node)["input"]]
-    elif _overwrites(node):
-        read = node.all_input_nodes[1:]
+    elif overwritten := _overwritten(node):
+        read = [each for each in read if each not in overwritten]
     elif kind == "getitem" and isinstance(value_of(given(node)["input"]), (list, tuple)):
         read = [*given(node)["input"].all_input_nodes, *read]  # one of several views, as of torch.broadcast_tensors
     viewed = [each for each in read if storages_of(value_of(each)) & storages_of(value_of(node))]
     return viewed[:1] or [each for each in read if not isinstance(value_of(each), (*py_sym_types, torch.Size))]
 
 
-def _overwrites(node: fx.Node) -> bool:
-    """True if a node changes its first argument, or a part of it, to numbers that do not depend on it."""
-    return kind_of(node) == "setitem" or (node.op == "call_method" and node.target in ("copy_", "fill_", "zero_"))
+def _overwritten(node: fx.Node) -> list[Any]:
+    """Return what a node changes, or a part of which it changes, to numbers that do not depend on what they were."""
+    if kind_of(node) == "setitem" or (node.op == "call_method" and node.target in ("copy_", "fill_", "zero_")):
+        return [node.args[0]]
+    out = node.kwargs.get("out")
+    return list(out) if isinstance(out, (list, tuple)) else [] if out is None else [out]
 
 
 def _launches(node: fx.Node) -> bool:
