@@ -50,14 +50,17 @@ NOISY = 0.2
 RESULTS = pathlib.Path(__file__).resolve().parents[1] / "results"
 
 
-def parser(command: str, description: str, *, shapes: bool = True, limits: bool = True) -> argparse.ArgumentParser:
+def parser(
+    command: str, description: str, *, shapes: bool = True, limits: bool = True, slow: bool = True
+) -> argparse.ArgumentParser:
     """Return the parser of a subcommand, with the arguments that all timed ones have.
 
     Args:
         command: the subcommand's name.
         description: the docstring of its module, whose "Called by" lines --help leaves out.
         shapes: whether it takes --shapes.
-        limits: whether it takes --budget and --slow.
+        limits: whether it takes --budget and, if `slow`, --slow.
+        slow: whether a candidate can be too slow to be timed again.
 
     Returns:
         A parser with --device, --output, --rounds and these.
@@ -84,6 +87,7 @@ def parser(command: str, description: str, *, shapes: bool = True, limits: bool 
             metavar="SECONDS",
             help="per candidate of a row (default: %(default)s)",
         )
+    if limits and slow:
         result.add_argument(
             "--slow",
             type=_seconds,

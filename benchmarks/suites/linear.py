@@ -154,7 +154,7 @@ def _run(args: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def _arguments(argv: Sequence[str]) -> argparse.Namespace:
-    result = parser("linear", __doc__ or "", shapes=False)
+    result = parser("linear", __doc__ or "", shapes=False, slow=False)
     result.add_argument("--layers", type=comma_list(one_of(LAYERS)), help=f"of: {', '.join(LAYERS)}")
     result.add_argument("--rows", type=comma_list(positive), default=ROWS, help="default: %(default)s")
     result.add_argument(

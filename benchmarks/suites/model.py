@@ -117,7 +117,7 @@ def _show(path: Path, rows: Sequence[dict[str, Any]]) -> None:
 
 
 def _arguments(argv: Sequence[str]) -> argparse.Namespace:
-    result = parser("model", __doc__ or "", shapes=False)
+    result = parser("model", __doc__ or "", shapes=False, slow=False)
     result.set_defaults(rounds=30)
     numbers = _numbers_or_none
     result.add_argument(

@@ -63,7 +63,7 @@ def main(argv: Sequence[str]) -> list[dict[str, Any]]:
         RuntimeError: a parallel layer computes something wrong.
         SystemExit: bad arguments.
     """
-    result = parser("parallel", __doc__ or "")
+    result = parser("parallel", __doc__ or "", slow=False)
     result.add_argument(
         "--tokens", type=comma_list(positive), help=f"of each rank, comma-separated (default: {TOKENS})"
     )

@@ -330,9 +330,9 @@ def test_bad_arguments_are_named(capsys, arguments, message):
     assert message in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("command", ["engine", "generate", "host", "load", "sharded"])
+@pytest.mark.parametrize("command", ["engine", "generate", "host", "linear", "load", "model", "parallel", "sharded"])
 def test_limits_that_a_suite_does_not_keep_are_refused(capsys, command):
-    for limit in ("--budget", "--slow"):
+    for limit in ("--slow",) if command in ("linear", "model", "parallel") else ("--budget", "--slow"):
         with pytest.raises(SystemExit):
             main([command, limit, "1"])
         assert f"unrecognized arguments: {limit} 1" in capsys.readouterr().err
