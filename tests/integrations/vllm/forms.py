@@ -13,9 +13,10 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 
-from thunder_moe.nvfp4 import quantize
+from thunder_moe.nvfp4 import NVFP4Weight, dequantize, quantize
 
 Tensors = dict[str, torch.Tensor]
+FP8_SCALE, FP8_INPUT_SCALE = 0.002, 0.016  # of `fp8_attention`
 
 
 def _modules(tensors: Tensors) -> list[str]:
@@ -110,6 +111,27 @@ def mixed(tensors: Tensors, config: dict) -> Tensors:
         "quantized_layers": dict.fromkeys(_modules(tensors), entry),
     }
     return tensors
+
+
+def fp8_attention(tensors: Tensors, config: dict) -> Tensors:
+    """MIXED_PRECISION with attention in FP8: a scale per weight, and a static one of its inputs, which are FP8, too.
+
+    Experts have scales of 4-bit activations, "NVFP4", and an entry per block; other layers are "W4A16_NVFP4"."""
+    mixed(tensors, config)
+    layers, packed = config["quantization_config"]["quantized_layers"], dict(tensors)
+    for module in _modules(tensors):
+        if ".self_attn." in module:
+            fields = [packed.pop(f"{module}.{name}")[None] for name in ("weight", "weight_scale", "weight_scale_2")]
+            weight = dequantize(NVFP4Weight(*fields), torch.float32)[0]
+            packed[f"{module}.weight"] = (weight / FP8_SCALE).to(torch.float8_e4m3fn)
+            packed[f"{module}.weight_scale"] = torch.tensor(FP8_SCALE)
+            packed[f"{module}.input_scale"] = torch.tensor(FP8_INPUT_SCALE)
+            layers[module] = {"quant_algo": "FP8"}
+        elif ".experts." in module:
+            packed[f"{module}.input_scale"] = torch.tensor(0.01)
+            del layers[module]
+            layers[module.partition(".experts.")[0] + ".experts"] = {"quant_algo": "NVFP4", "group_size": 16}
+    return packed
 
 
 def gate_and_up_apart(tensors: Tensors, config: dict) -> Tensors:

@@ -15,9 +15,14 @@ import forms
 import pytest
 import torch
 import vllm
-from exports import PROMPTS, agreement, engine, export, our_tokens, their_tokens
+from exports import PROMPTS, agreement, engine, export, generated, our_tokens, their_tokens
 from sleeping import sleep_and_wake_up, watched_loading, worker_of
 from tiny_models import ARCHITECTURES, OTHERS
+from vllm.model_executor.layers.quantization.modelopt import ModelOptLinearMethod
+
+from thunder_moe import load_checkpoint
+from thunder_moe.integrations.vllm.linears import ModelOptThunderLinearMethod
+from thunder_moe.integrations.vllm.methods import ModelOptThunderMoEMethod
 
 RESULTS = Path(__file__).parents[3] / "docs" / "engines.json"
 
@@ -83,6 +88,35 @@ def test_forms(form, qwen3_moe, tmp_path):
         assert their_tokens(llm) == expected
         sleep_and_wake_up(llm, made)
         assert their_tokens(llm) == expected
+
+
+def test_fp8_attention_beside_nvfp4(tmp_path):
+    """Qwen3.6-35B-A3B has this form. vLLM runs FP8 layers, on a CPU without AMX with inputs that it rounds to FP8."""
+    source = export("qwen2_moe", tmp_path / "export", dense=True, head=True)
+    path = forms.rewrite(source, tmp_path / "form", forms.fp8_attention)
+    model = load_checkpoint(path)  # FP8 layers in float32
+    with watched_loading() as made, engine(path) as llm:
+        theirs = worker_of(llm).model_runner.get_model()
+        layer = theirs.model.layers[0]
+        fp8 = [layer.self_attn.qkv_proj.quant_method, layer.self_attn.o_proj.quant_method]
+        assert [type(method) for method in fp8] == [ModelOptLinearMethod] * 2
+        for each in (theirs.lm_head, layer.mlp.shared_expert.down_proj):
+            assert type(each.quant_method) is ModelOptThunderLinearMethod
+        assert type(layer.mlp.experts.routed_experts.quant_method) is ModelOptThunderMoEMethod
+        if fp8[0].kernel.input_quant_key() is not None:
+            for name, module in model.named_modules():
+                if isinstance(module, torch.nn.Linear) and ".self_attn." in name:
+                    module.register_forward_pre_hook(with_fp8_inputs)
+        expected = generated(model)
+        assert their_tokens(llm) == expected
+        sleep_and_wake_up(llm, made)
+        assert their_tokens(llm) == expected
+
+
+def with_fp8_inputs(_, args):
+    """Round the input of a layer as FP8 with the checkpoint's scale does."""
+    scaled = (args[0] / forms.FP8_INPUT_SCALE).clamp(-448, 448)
+    return (scaled.to(torch.float8_e4m3fn).to(scaled.dtype) * forms.FP8_INPUT_SCALE,)
 
 
 def attention_in_nvfp4(module, name):

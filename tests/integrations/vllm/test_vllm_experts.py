@@ -26,6 +26,7 @@ from vllm.model_executor.layers.fused_moe.config import (
     RoutingMethodType,
 )
 from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEMethodBase
+from vllm.model_executor.layers.fused_moe.layer import FusedMoEFactory
 from vllm.model_executor.layers.fused_moe.prepare_finalize import BatchedPrepareAndFinalize
 from vllm.model_executor.layers.quantization.modelopt import ModelOptMxFp8FusedMoE, ModelOptNvFp4FusedMoE
 from vllm.model_executor.model_loader.reload.layerwise import (
@@ -345,21 +346,35 @@ def test_router_weight_on_input_is_applied_once():
     assert relative_error(run(method, layer, hidden, ids, weights), expected) < 1e-5
 
 
+@pytest.mark.parametrize("format", ["nvfp4", "mxfp8"])
 @pytest.mark.parametrize(
     ("activation", "options"),
     [
-        (MoEActivation.SILU, dict(limit=0.5)),
-        (MoEActivation.SWIGLUOAI_UNINTERLEAVE, dict(limit=0.7, alpha=1.702, up_shift=1.0)),
+        (MoEActivation.SILU, dict(limit=0.5)),  # DeepSeek-V4
+        (MoEActivation.SWIGLUOAI_UNINTERLEAVE, dict(limit=0.7, alpha=1.702, up_shift=1.0)),  # MiniMax-M3
+        (MoEActivation.SWIGLUOAI_UNINTERLEAVE, dict(limit=0.5, alpha=1.3, up_shift=0.4)),
     ],
 )
-def test_clamped_activations(activation, options):
+def test_clamped_activations(activation, options, format):
+    """Their numbers as vLLM's models give them: to vLLM's own layer."""
     names = dict(limit="swiglu_limit", alpha="swiglu_alpha", up_shift="swiglu_beta")
-    config = moe_config(activation=activation, **{names[name]: value for name, value in options.items()})
-    method, layer = made(config)
+    numbers = {names[name]: value for name, value in options.items()}
+    if format == "nvfp4":
+        quant, (_, source) = quant_config(), loaded()
+    else:
+        quant, source = TestMxFp8.CONFIG, TestMxFp8().made()[1].fill()
+    with set_current_vllm_config(VllmConfig()):
+        layer = FusedMoEFactory(
+            E, A, H, I, params_dtype=torch.float32, activation=activation.value, quant_config=quant,
+            prefix="model.layers.0.mlp.experts", **numbers,
+        ).routed_experts  # fmt: skip
+    for name, parameter in source.named_parameters():
+        getattr(layer, name).data.copy_(parameter.data)
+    layer.quant_method.process_weights_after_loading(layer)
     hidden, ids, weights = inputs()
-    expected = moe_experts(hidden, ids, weights, *layer.weights, **options)
-    assert relative_error(run(method, layer, hidden, ids, weights), expected) < 1e-5
-    assert relative_error(moe_experts(hidden, ids, weights, *layer.weights), expected) > 0.1
+    expected = moe_experts(hidden, ids, weights, *source.weights, **options)
+    assert relative_error(run(layer.quant_method, layer, hidden, ids, weights), expected) < 1e-5
+    assert relative_error(moe_experts(hidden, ids, weights, *source.weights), expected) > 0.1
 
 
 @pytest.mark.parametrize("rank", [0, 1])
