@@ -554,6 +554,15 @@ class TestReload:
             with pytest.raises(RuntimeError, match=f"{name} of 'model.layers.0.mlp.experts' is in the layout"):
                 parameter.weight_loader(parameter, parameter.data)
 
+    def test_experts_of_other_ranks(self, first):
+        """vLLM offers them also after the last expert of this rank has arrived, and the layer was processed."""
+        _, layer = first
+        layer.expert_map = torch.tensor([0, -1])
+        for parameter in layer.parameters():
+            assert not parameter.weight_loader(parameter, parameter.data, expert_id=1, return_success=True)
+            with pytest.raises(RuntimeError, match="is in the layout"):
+                parameter.weight_loader(parameter, parameter.data, expert_id=0, return_success=True)
+
     def test_other_memory(self, first):
         """Offloading gives a parameter other memory after it was processed."""
         method, layer = first

@@ -173,7 +173,11 @@ def replace(layer: Any, layer_name: str, name: str, tensor: Tensor) -> None:
     if tensor is not getattr(getattr(layer, name, None), "data", None):
         replace_parameter(layer, name, tensor)
 
-    def weight_loader(*args: Any, **options: Any) -> None:
+    def weight_loader(*args: Any, **options: Any) -> bool:
+        # vLLM has a layer processed when all experts of this rank are loaded, and still offers those of other ranks.
+        expert = options.get("expert_id")
+        if expert is not None and layer.expert_map is not None and int(layer.expert_map[expert]) < 0:
+            return False
         raise RuntimeError(
             f"{name} of {layer_name!r} is in the layout of the kernels by now: load weights with vLLM's reload_weights,"
             " not with load_weights"
