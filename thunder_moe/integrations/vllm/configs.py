@@ -1,4 +1,4 @@
-"""Claim NVFP4 and MXFP8 checkpoints for the quantization method "thunder_moe" and make their configurations.
+"""Claim NVFP4 and MXFP8 checkpoints for the quantization method "thunder_moe" and make configurations, 16-bit ones too.
 Called by vLLM after plugin has registered it; calls methods and linears for the layers that our kernels run.
 
 vLLM asks every method of its registry whether it claims a checkpoint, plugins' methods before its own. A configuration
@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from compressed_tensors.quantization import QuantizationArgs
+from vllm.config.quantization import QuantizationConfigArgs, QuantSpec
 from vllm.logger import init_logger
 from vllm.model_executor.layers.fused_moe import RoutedExperts
 from vllm.model_executor.layers.quantization import register_quantization_config
@@ -23,6 +24,8 @@ from vllm.model_executor.layers.quantization.modelopt import (
     ModelOptNvFp4Config,
     ModelOptQuantConfigBase,
 )
+from vllm.model_executor.layers.quantization.online.base import OnlineQuantizationConfig
+from vllm.model_executor.layers.quantization.utils.quant_utils import kNvfp4Static
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.platforms import current_platform
 
@@ -30,6 +33,7 @@ from thunder_moe.formats.block_format import MXFP8, NVFP4, BlockFormat
 from thunder_moe.integrations.vllm.experts import ThunderExperts
 from thunder_moe.integrations.vllm.linears import compressed_tensors_scheme, modelopt_linear_method
 from thunder_moe.integrations.vllm.methods import compressed_tensors_method, modelopt_method, mxfp8_method
+from thunder_moe.integrations.vllm.online import ThunderOnlineMoEMethod
 
 __all__ = [
     "MODELS",
@@ -38,6 +42,7 @@ __all__ = [
     "ThunderModelOptMixedPrecisionConfig",
     "ThunderModelOptMxFp8Config",
     "ThunderModelOptNvFp4Config",
+    "ThunderOnlineConfig",
     "ThunderQuantizationConfig",
     "register_configs",
 ]
@@ -53,13 +58,17 @@ MODELS = {
 logger = init_logger("vllm.thunder_moe")
 
 
-class _ModelOpt:
-    """Extension of vLLM's class for any of ModelOpt's three forms."""
+class _Dtypes:
+    """Extension of vLLM's configurations by a dtype."""
 
     def get_supported_act_dtypes(self) -> list[torch.dtype]:
         """Return vLLM's dtypes, and on a CPU float32: it makes two programs' tokens equal but for ties."""
         dtypes: list[torch.dtype] = super().get_supported_act_dtypes()  # type: ignore[misc]
         return [*dtypes, torch.float32] if current_platform.is_cpu() else dtypes
+
+
+class _ModelOpt(_Dtypes):
+    """Extension of vLLM's class for any of ModelOpt's three forms."""
 
     def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> Any:
         if isinstance(layer, ParallelLMHead):  # some models of vLLM give their head no name
@@ -129,8 +138,29 @@ def _format(args: QuantizationArgs | None) -> BlockFormat | None:
     return MXFP8 if args is not None and CompressedTensorsConfig._is_mxfp8(args) else None
 
 
+class ThunderOnlineConfig(_Dtypes, OnlineQuantizationConfig):  # type: ignore[misc]
+    """Quantize the experts of a 16-bit checkpoint to NVFP4 while vLLM loads them; other layers stay in 16 bits."""
+
+    def __init__(self) -> None:
+        super().__init__(QuantizationConfigArgs(moe=QuantSpec(weight=kNvfp4Static)))
+
+    def _get_method_cls(self, spec: QuantSpec | None, *args: Any) -> type | None:
+        return None if spec is None else ThunderOnlineMoEMethod
+
+
 class ThunderQuantizationConfig(ModelOptQuantConfigBase):  # type: ignore[misc]
-    """The entry in vLLM's registry; because of its base class vLLM passes `--quantization-config` to `from_config`."""
+    """The entry in vLLM's registry; because of its base class vLLM passes `--quantization-config` to `from_config`.
+
+    A checkpoint without a quantization_config has no file of `get_config_filenames` to read either: vLLM calls the
+    class, and gets the configuration for 16-bit checkpoints."""
+
+    def __new__(cls) -> Any:
+        return ThunderOnlineConfig()
+
+    @staticmethod
+    def get_config_filenames() -> list[str]:
+        """Return no names: vLLM has read ModelOpt's file into the model's configuration before."""
+        return []
 
     @classmethod
     def override_quantization_method(
