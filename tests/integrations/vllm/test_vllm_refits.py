@@ -3,6 +3,8 @@ bytes of `quantize_`, and so do other weights that `reload_weights` brings, in t
 Called by pytest, where vLLM is installed (`make test-vllm`); the models to compare with are transformers'.
 """
 
+import json
+
 import pytest
 import torch
 from exports import agreement, config_for_vllm, engine, generated, their_tokens
@@ -20,7 +22,7 @@ from thunder_moe.integrations.vllm.online import ThunderOnlineMoEMethod
 ASKED = dict(quantization="thunder_moe")
 
 
-def saved(path, dtype=torch.float32, *, name="qwen3_moe", mirrored=False):
+def saved(path, dtype=torch.float32, *, name="qwen3_moe", mirrored=False, linears=False):
     """(the folder of a checkpoint that is not quantized, its model after `quantize_`); mirrored: other weights."""
     model = tiny_model(name, dtype, config=config_for_vllm(name))
     if mirrored:
@@ -28,7 +30,7 @@ def saved(path, dtype=torch.float32, *, name="qwen3_moe", mirrored=False):
             if parameter.ndim > 1:
                 parameter.data = parameter.data.flip(-2)
     model.save_pretrained(path)
-    return path, quantize_(model, layout="linear")
+    return path, quantize_(model, layout="linear", linears=linears)
 
 
 def change(path, function):
@@ -56,8 +58,12 @@ def parameters(worker):
     return dict(worker.model_runner.get_model().named_parameters())
 
 
+def addresses(worker):
+    return {name: parameter.data_ptr() for name, parameter in parameters(worker).items()}
+
+
 def places(llm):
-    return {name: parameter.data_ptr() for name, parameter in parameters(worker_of(llm)).items()}
+    return addresses(worker_of(llm))
 
 
 def global_scales(worker):
@@ -138,6 +144,23 @@ def test_two_ranks(expert_parallel, tmp_path):
                 assert [left + right for left, right in zip(*ranks, strict=True)] == whole
             else:
                 assert ranks == [whole, whole]
+
+
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_dense_layers(ranks, tmp_path):
+    """q, k and v are one layer of vLLM and of `quantize_`, with one global scale; a router has no place in either."""
+    patterns = ["*.self_attn.*", "*.mlp.*"]
+    path, quantized = saved(tmp_path / "first", linears=patterns[:1])
+    other, other_quantized = saved(tmp_path / "other", mirrored=True, linears=patterns[:1])
+    overrides = dict(quantization_config_dict_json=json.dumps({"linears": patterns}))
+    with engine(path, hf_overrides=overrides, tensor_parallel_size=ranks, **ASKED) as llm:
+        assert their_tokens(llm) == generated(quantized)
+        (before, *_) = llm.collective_rpc(addresses)
+        dense = [name.split(".")[-2] for name in before if name.endswith(".weight_scale_2")]
+        assert sorted(dense) == ["o_proj"] * 2 + ["qkv_proj"] * 2
+        reload(llm, other)
+        assert their_tokens(llm) == generated(other_quantized)
+        assert llm.collective_rpc(addresses)[0] == before
 
 
 @pytest.mark.parametrize("name", ["llama4", pytest.param("mixtral", marks=pytest.mark.slow)])

@@ -8,6 +8,8 @@ the registry, for checkpoints that are not claimed. Configurations are pickled, 
 
 from __future__ import annotations
 
+import json
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -15,9 +17,11 @@ from compressed_tensors.quantization import QuantizationArgs
 from vllm.config.quantization import QuantizationConfigArgs, QuantSpec
 from vllm.logger import init_logger
 from vllm.model_executor.layers.fused_moe import RoutedExperts
+from vllm.model_executor.layers.linear import LinearBase
 from vllm.model_executor.layers.quantization import register_quantization_config
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
 from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors import CompressedTensorsConfig
+from vllm.model_executor.layers.quantization.compressed_tensors.utils import should_ignore_layer
 from vllm.model_executor.layers.quantization.modelopt import (
     ModelOptMixedPrecisionConfig,
     ModelOptMxFp8Config,
@@ -31,7 +35,11 @@ from vllm.platforms import current_platform
 
 from thunder_moe.formats.block_format import MXFP8, NVFP4, BlockFormat
 from thunder_moe.integrations.vllm.experts import ThunderExperts
-from thunder_moe.integrations.vllm.linears import compressed_tensors_scheme, modelopt_linear_method
+from thunder_moe.integrations.vllm.linears import (
+    ThunderOnlineLinearMethod,
+    compressed_tensors_scheme,
+    modelopt_linear_method,
+)
 from thunder_moe.integrations.vllm.methods import compressed_tensors_method, modelopt_method, mxfp8_method
 from thunder_moe.integrations.vllm.online import ThunderOnlineMoEMethod
 
@@ -54,6 +62,8 @@ MODELS = {
     "Llama4ForCausalLM": "llama4",
     "Llama4ForConditionalGeneration": "llama4_images",
 }
+
+_ROUTERS = ("gate", "router", "shared_expert_gate")  # last parts of their names in vLLM
 
 logger = init_logger("vllm.thunder_moe")
 
@@ -139,13 +149,29 @@ def _format(args: QuantizationArgs | None) -> BlockFormat | None:
 
 
 class ThunderOnlineConfig(_Dtypes, OnlineQuantizationConfig):  # type: ignore[misc]
-    """Quantize the experts of a 16-bit checkpoint to NVFP4 while vLLM loads them; other layers stay in 16 bits."""
+    """Quantize the experts of a 16-bit checkpoint to NVFP4 while vLLM loads them; other layers stay in 16 bits.
 
-    def __init__(self) -> None:
-        super().__init__(QuantizationConfigArgs(moe=QuantSpec(weight=kNvfp4Static)))
+    Args:
+        linears: patterns of dense layers that become NVFP4, too, in vLLM's or the checkpoint's names.
+    """
 
-    def _get_method_cls(self, spec: QuantSpec | None, *args: Any) -> type | None:
-        return None if spec is None else ThunderOnlineMoEMethod
+    def __init__(self, linears: Sequence[str] = ()) -> None:
+        nvfp4 = QuantSpec(weight=kNvfp4Static)
+        super().__init__(QuantizationConfigArgs(moe=nvfp4, linear=nvfp4 if linears else None))
+        self.linears = linears
+
+    def resolve_quant_method_cls(self, layer_cls: type, prefix: str) -> Any:
+        if issubclass(layer_cls, LinearBase):
+            fused = self.packed_modules_mapping
+            named = should_ignore_layer(prefix, ignore=self.linears, fused_mapping=fused, use_fnmatch=True)
+            if not named or prefix.rpartition(".")[2] in _ROUTERS:
+                return None
+        return super().resolve_quant_method_cls(layer_cls, prefix)
+
+    def _get_method_cls(self, spec: QuantSpec | None, table: Any, layer_cls: type) -> type | None:
+        if spec is None:
+            return None
+        return ThunderOnlineLinearMethod if issubclass(layer_cls, LinearBase) else ThunderOnlineMoEMethod
 
 
 class ThunderQuantizationConfig(ModelOptQuantConfigBase):  # type: ignore[misc]
@@ -156,6 +182,21 @@ class ThunderQuantizationConfig(ModelOptQuantConfigBase):  # type: ignore[misc]
 
     def __new__(cls) -> Any:
         return ThunderOnlineConfig()
+
+    @classmethod
+    def from_config_dict_json(cls, options: str) -> ThunderOnlineConfig:
+        """Return the configuration for a 16-bit checkpoint with `quantization_config_dict_json` of `--hf-overrides`.
+
+        Raises:
+            ValueError: It is not a dictionary with the key "linears" alone, a list of patterns.
+        """
+        asked = json.loads(options)
+        linears = asked.get("linears") if isinstance(asked, dict) and set(asked) == {"linears"} else None
+        if not isinstance(linears, list) or not all(isinstance(pattern, str) for pattern in linears):
+            raise ValueError(
+                f'quantization_config_dict_json: got {options}, wanted {{"linears": [patterns of dense layers]}}'
+            )
+        return ThunderOnlineConfig(linears)
 
     @staticmethod
     def get_config_filenames() -> list[str]:

@@ -1,5 +1,5 @@
 """vLLM's method for the experts of 16-bit checkpoints, which are quantized to NVFP4 whenever vLLM has loaded a layer.
-Called by configs; calls kernels.select to quantize, and methods for everything after it.
+Called by configs, and by linears to quantize; calls kernels.select to quantize, methods for everything after it.
 
 vLLM's `OnlineMoEMethodBase` makes the 16-bit memory of a layer when all of its tensors have arrived, at the first load
 and at each reload, and vLLM copies the results of a reload into the parameters of the first load.
@@ -7,6 +7,8 @@ and at each reload, and vLLM copies the results of a reload into the parameters 
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,7 +26,7 @@ from thunder_moe.integrations.vllm.graphs import decide
 from thunder_moe.integrations.vllm.methods import ThunderMethod, experts_class
 from thunder_moe.kernels.select import quantize
 
-__all__ = ["ThunderOnlineMoEMethod"]
+__all__ = ["ThunderOnlineMoEMethod", "quantize_part"]
 
 
 class ThunderOnlineMoEMethod(ThunderMethod, OnlineMoEMethodBase):  # type: ignore[misc]
@@ -62,19 +64,26 @@ class ThunderOnlineMoEMethod(ThunderMethod, OnlineMoEMethodBase):  # type: ignor
 
     def _global_scales(self, layer: Any) -> dict[str, Tensor]:
         """Put codes and block scales into the places of a checkpoint's; return the global scales, (E,)."""
-        scales = {}
+        scales, ranks = {}, self.moe.tp_size
+        largest = partial(amax_for_moe_weight_quant, moe_tp_size=ranks) if ranks > 1 else None
         for name in ("w13", "w2"):
-            packed = self._quantize(getattr(layer, f"{name}_weight").data)
+            packed = quantize_part(getattr(layer, f"{name}_weight").data, largest)
             replace_parameter(layer, f"{name}_weight", packed.qdata)
             replace_parameter(layer, f"{name}_weight_scale", packed.scale)
             scales[name] = packed.global_scale
         return scales
 
-    def _quantize(self, weight: Tensor) -> NVFP4Weight:
-        """Quantize (E, N, K); the global scales are those of whole experts, also if a rank has a part of each."""
-        if self.moe.tp_size == 1:
-            return quantize(weight)
-        amax = amax_for_moe_weight_quant(expert_amax(weight), self.moe.tp_size).to(weight.dtype)  # exact
-        rows = amax[:, None, None].expand(-1, 1, weight.shape[2])  # another row for the largest value of all ranks
-        packed = quantize(torch.cat((weight, rows), 1))
-        return NVFP4Weight(packed.qdata[:, :-1].contiguous(), packed.scale[:, :-1].contiguous(), packed.global_scale)
+
+def quantize_part(weight: Tensor, largest: Callable[[Tensor], Tensor] | None = None) -> NVFP4Weight:
+    """Quantize (E, N, K); the global scales are those of whole weights, also if a rank has a part of each.
+
+    Args:
+        weight: (E, N, K), 16-bit or float32.
+        largest: takes the largest magnitudes (E,) of this rank and returns those of all ranks; None for one rank.
+    """
+    if largest is None:
+        return quantize(weight)
+    amax = largest(expert_amax(weight)).to(weight.dtype)  # exact
+    rows = amax[:, None, None].expand(-1, 1, weight.shape[2])  # another row for the largest value of all ranks
+    packed = quantize(torch.cat((weight, rows), 1))
+    return NVFP4Weight(packed.qdata[:, :-1].contiguous(), packed.scale[:, :-1].contiguous(), packed.global_scale)
