@@ -516,7 +516,7 @@ class TestReload:
         for name, parameter in loaded()[1].give_one_scale().named_parameters():
             if name != "w2_weight":
                 getattr(layer, name).weight_loader(getattr(layer, name), parameter.data)
-        with pytest.raises(ValueError, match=r"got \d+ of \d+ elements to load again, wanted all"):
+        with pytest.raises(ValueError, match=r"got \d+ of \d+ elements to load, wanted all"):
             finalize_layerwise_reload(layer, None)
 
     def test_scales_of_gate_and_up_that_have_no_place(self, first):
@@ -553,6 +553,15 @@ class TestReload:
         for name, parameter in layer.named_parameters():
             with pytest.raises(RuntimeError, match=f"{name} of 'model.layers.0.mlp.experts' is in the layout"):
                 parameter.weight_loader(parameter, parameter.data)
+
+    def test_experts_of_other_ranks(self, first):
+        """vLLM offers them also after the last expert of this rank has arrived, and the layer was processed."""
+        _, layer = first
+        layer.expert_map = torch.tensor([0, -1])
+        for parameter in layer.parameters():
+            assert not parameter.weight_loader(parameter, parameter.data, expert_id=1, return_success=True)
+            with pytest.raises(RuntimeError, match="is in the layout"):
+                parameter.weight_loader(parameter, parameter.data, expert_id=0, return_success=True)
 
     def test_other_memory(self, first):
         """Offloading gives a parameter other memory after it was processed."""

@@ -1,4 +1,4 @@
-"""Claim NVFP4 and MXFP8 checkpoints for the quantization method "thunder_moe" and make their configurations.
+"""Claim NVFP4 and MXFP8 checkpoints for the quantization method "thunder_moe" and make configurations, 16-bit ones too.
 Called by vLLM after plugin has registered it; calls methods and linears for the layers that our kernels run.
 
 vLLM asks every method of its registry whether it claims a checkpoint, plugins' methods before its own. A configuration
@@ -8,28 +8,40 @@ the registry, for checkpoints that are not claimed. Configurations are pickled, 
 
 from __future__ import annotations
 
+import json
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from compressed_tensors.quantization import QuantizationArgs
+from vllm.config.quantization import QuantizationConfigArgs, QuantSpec
 from vllm.logger import init_logger
 from vllm.model_executor.layers.fused_moe import RoutedExperts
+from vllm.model_executor.layers.linear import LinearBase
 from vllm.model_executor.layers.quantization import register_quantization_config
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
 from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors import CompressedTensorsConfig
+from vllm.model_executor.layers.quantization.compressed_tensors.utils import should_ignore_layer
 from vllm.model_executor.layers.quantization.modelopt import (
     ModelOptMixedPrecisionConfig,
     ModelOptMxFp8Config,
     ModelOptNvFp4Config,
     ModelOptQuantConfigBase,
 )
+from vllm.model_executor.layers.quantization.online.base import OnlineQuantizationConfig
+from vllm.model_executor.layers.quantization.utils.quant_utils import kNvfp4Static
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.platforms import current_platform
 
 from thunder_moe.formats.block_format import MXFP8, NVFP4, BlockFormat
 from thunder_moe.integrations.vllm.experts import ThunderExperts
-from thunder_moe.integrations.vllm.linears import compressed_tensors_scheme, modelopt_linear_method
+from thunder_moe.integrations.vllm.linears import (
+    ThunderOnlineLinearMethod,
+    compressed_tensors_scheme,
+    modelopt_linear_method,
+)
 from thunder_moe.integrations.vllm.methods import compressed_tensors_method, modelopt_method, mxfp8_method
+from thunder_moe.integrations.vllm.online import ThunderOnlineMoEMethod
 
 __all__ = [
     "MODELS",
@@ -38,6 +50,7 @@ __all__ = [
     "ThunderModelOptMixedPrecisionConfig",
     "ThunderModelOptMxFp8Config",
     "ThunderModelOptNvFp4Config",
+    "ThunderOnlineConfig",
     "ThunderQuantizationConfig",
     "register_configs",
 ]
@@ -50,16 +63,22 @@ MODELS = {
     "Llama4ForConditionalGeneration": "llama4_images",
 }
 
+_ROUTERS = ("gate", "router", "shared_expert_gate")  # last parts of their names in vLLM
+
 logger = init_logger("vllm.thunder_moe")
 
 
-class _ModelOpt:
-    """Extension of vLLM's class for any of ModelOpt's three forms."""
+class _Dtypes:
+    """Extension of vLLM's configurations by a dtype."""
 
     def get_supported_act_dtypes(self) -> list[torch.dtype]:
         """Return vLLM's dtypes, and on a CPU float32: it makes two programs' tokens equal but for ties."""
         dtypes: list[torch.dtype] = super().get_supported_act_dtypes()  # type: ignore[misc]
         return [*dtypes, torch.float32] if current_platform.is_cpu() else dtypes
+
+
+class _ModelOpt(_Dtypes):
+    """Extension of vLLM's class for any of ModelOpt's three forms."""
 
     def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> Any:
         if isinstance(layer, ParallelLMHead):  # some models of vLLM give their head no name
@@ -129,8 +148,60 @@ def _format(args: QuantizationArgs | None) -> BlockFormat | None:
     return MXFP8 if args is not None and CompressedTensorsConfig._is_mxfp8(args) else None
 
 
+class ThunderOnlineConfig(_Dtypes, OnlineQuantizationConfig):  # type: ignore[misc]
+    """Quantize the experts of a 16-bit checkpoint to NVFP4 while vLLM loads them; other layers stay in 16 bits.
+
+    Args:
+        linears: patterns of dense layers that become NVFP4, too, in vLLM's or the checkpoint's names.
+    """
+
+    def __init__(self, linears: Sequence[str] = ()) -> None:
+        nvfp4 = QuantSpec(weight=kNvfp4Static)
+        super().__init__(QuantizationConfigArgs(moe=nvfp4, linear=nvfp4 if linears else None))
+        self.linears = linears
+
+    def resolve_quant_method_cls(self, layer_cls: type, prefix: str) -> Any:
+        if issubclass(layer_cls, LinearBase):
+            fused = self.packed_modules_mapping
+            named = should_ignore_layer(prefix, ignore=self.linears, fused_mapping=fused, use_fnmatch=True)
+            if not named or prefix.rpartition(".")[2] in _ROUTERS:
+                return None
+        return super().resolve_quant_method_cls(layer_cls, prefix)
+
+    def _get_method_cls(self, spec: QuantSpec | None, table: Any, layer_cls: type) -> type | None:
+        if spec is None:
+            return None
+        return ThunderOnlineLinearMethod if issubclass(layer_cls, LinearBase) else ThunderOnlineMoEMethod
+
+
 class ThunderQuantizationConfig(ModelOptQuantConfigBase):  # type: ignore[misc]
-    """The entry in vLLM's registry; because of its base class vLLM passes `--quantization-config` to `from_config`."""
+    """The entry in vLLM's registry; because of its base class vLLM passes `--quantization-config` to `from_config`.
+
+    A checkpoint without a quantization_config has no file of `get_config_filenames` to read either: vLLM calls the
+    class, and gets the configuration for 16-bit checkpoints."""
+
+    def __new__(cls) -> Any:
+        return ThunderOnlineConfig()
+
+    @classmethod
+    def from_config_dict_json(cls, options: str) -> ThunderOnlineConfig:
+        """Return the configuration for a 16-bit checkpoint with `quantization_config_dict_json` of `--hf-overrides`.
+
+        Raises:
+            ValueError: It is not a dictionary with the key "linears" alone, a list of patterns.
+        """
+        asked = json.loads(options)
+        linears = asked.get("linears") if isinstance(asked, dict) and set(asked) == {"linears"} else None
+        if not isinstance(linears, list) or not all(isinstance(pattern, str) for pattern in linears):
+            raise ValueError(
+                f'quantization_config_dict_json: got {options}, wanted {{"linears": [patterns of dense layers]}}'
+            )
+        return ThunderOnlineConfig(linears)
+
+    @staticmethod
+    def get_config_filenames() -> list[str]:
+        """Return no names: vLLM has read ModelOpt's file into the model's configuration before."""
+        return []
 
     @classmethod
     def override_quantization_method(

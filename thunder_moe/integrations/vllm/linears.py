@@ -6,6 +6,7 @@ Legend: N output features of this rank, K input features of this rank, P linears
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,7 +28,12 @@ from vllm.model_executor.layers.quantization.modelopt import (
     Shapes,
     select_linear_kernel,
 )
-from vllm.model_executor.layers.quantization.utils.quant_utils import kMxfp8Static, kNvfp4Static
+from vllm.model_executor.layers.quantization.online.fp8 import OnlineLinearBase
+from vllm.model_executor.layers.quantization.utils.quant_utils import (
+    amax_for_tp_weight_quant,
+    kMxfp8Static,
+    kNvfp4Static,
+)
 from vllm.platforms import current_platform
 
 from thunder_moe.formats.block_format import MXFP8, NVFP4, BlockFormat
@@ -35,6 +41,7 @@ from thunder_moe.formats.weight import WEIGHTS
 from thunder_moe.integrations.vllm.experts import FIELDS
 from thunder_moe.integrations.vllm.graphs import decide, logger
 from thunder_moe.integrations.vllm.loading import mark_unloaded, replace, require_decoded_scales, require_loaded
+from thunder_moe.integrations.vllm.online import quantize_part
 from thunder_moe.kernels.select import lay_out, runs_on_cuda
 from thunder_moe.ops import scaled_mm  # noqa: F401  (registers the operator)
 
@@ -43,6 +50,7 @@ __all__ = [
     "ModelOptThunderMxFp8LinearMethod",
     "ThunderMxFp8Scheme",
     "ThunderNvfp4Scheme",
+    "ThunderOnlineLinearMethod",
     "compressed_tensors_scheme",
     "dense_unsupported_reason",
     "modelopt_linear_method",
@@ -220,6 +228,46 @@ class ModelOptThunderLinearMethod(_Dense, ModelOptLinearMethod):  # type: ignore
 @register_weight_loader_v2_supported_method
 class ModelOptThunderMxFp8LinearMethod(_MxFp8Dense, ModelOptThunderLinearMethod):
     """The method for ModelOpt's checkpoints in MXFP8."""
+
+
+@register_weight_loader_v2_supported_method
+class ThunderOnlineLinearMethod(_Dense, OnlineLinearBase):  # type: ignore[misc]
+    """The method for dense layers of 16-bit checkpoints, which are quantized to NVFP4 whenever vLLM has loaded one.
+
+    Raises:
+        ValueError: Our kernels cannot run dense layers.
+    """
+
+    _fields = ("weight",)
+
+    def __init__(self) -> None:
+        super().__init__()
+        if (reason := dense_unsupported_reason(NVFP4)) is not None:
+            raise ValueError(f"linears: got dense layers, which cannot become NVFP4: {reason}; leave linears out")
+        decide("dense layers", NVFP4, None)
+
+    def create_weights(self, layer: Any, input_size_per_partition: int, *args: Any, **options: Any) -> None:
+        """Create vLLM's 16-bit parameter, on meta until the layer is loaded."""
+        _check_blocks(_name(layer), input_size_per_partition, NVFP4)
+        super().create_weights(layer, input_size_per_partition, *args, **options)
+
+    def process_weights_after_loading(self, layer: Any) -> None:
+        if _is_read_by_its_model(layer):
+            raise ValueError(f"linears: got {_name(layer)!r}, whose weight its model reads itself; leave it out")
+        if not getattr(layer, "_already_called_process_weights_after_loading", False):
+            self.pack(layer, _name(layer))
+            layer._already_called_process_weights_after_loading = True
+
+    def _global_scales(self, layer: Any, layer_name: str) -> tuple[Tensor, ...]:
+        """Quantize the weight, merged linears with one global scale like `quantize_`; give it a checkpoint's places."""
+        largest = partial(amax_for_tp_weight_quant, is_sharded=True) if layer.tp_size > 1 else None
+        packed = quantize_part(layer.weight.data[None], largest)
+        for name, tensor in (("weight", packed.qdata), ("weight_scale", packed.scale)):
+            setattr(layer, name, torch.nn.Parameter(tensor[0], requires_grad=False))
+        return (packed.global_scale,)
+
+    def apply(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        return self.multiply(layer, x, bias)
 
 
 class _Scheme(_Dense):

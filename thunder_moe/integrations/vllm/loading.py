@@ -52,7 +52,7 @@ def require_loaded(layer: Any, layer_name: str, what: str, *names: str) -> None:
         what: a word for dim 0 of the parameters, for the message.
         names: of parameters.
     """
-    require_whole_reload(layer, layer_name)
+    require_whole_layer(layer, layer_name)
     if get_layerwise_info(layer).kernel_tensors is None:
         format = _load_format()
         if format in _NO_CHECKPOINTS:
@@ -115,10 +115,14 @@ def require_decoded_scales(layer: Any, layer_name: str, *names: str) -> None:
             )
 
 
-def require_whole_reload(layer: Any, layer_name: str) -> None:
-    """Raises a ValueError if a reload has loaded a part of a layer, because vLLM loads into uninitialized memory."""
+def require_whole_layer(layer: Any, layer_name: str) -> None:
+    """Raises a ValueError if a reload, or the first load of a layer that is quantized then, has brought a part of it.
+
+    vLLM loads into uninitialized memory."""
     info = get_layerwise_info(layer)
-    if info.kernel_tensors is None:  # the first load, which `require_loaded` checks
+    if not info.can_load():  # a first load into marked memory, which `require_loaded` checks
+        return
+    if info.kernel_tensors is None and _load_format() == "dummy":
         return
     loaded = {name for name, _ in info.loaded_weights}
     # vLLM loads some tensors in place: biases of linears and of the router. Many checkpoints lack the scales of 4-bit
@@ -131,7 +135,7 @@ def require_whole_reload(layer: Any, layer_name: str) -> None:
     )
     if info.load_numel < wanted:
         raise ValueError(
-            f"{layer_name!r}: got {info.load_numel} of {wanted} elements to load again, wanted all tensors of a layer"
+            f"{layer_name!r}: got {info.load_numel} of {wanted} elements to load, wanted all tensors of a layer"
         )
 
 
@@ -173,7 +177,11 @@ def replace(layer: Any, layer_name: str, name: str, tensor: Tensor) -> None:
     if tensor is not getattr(getattr(layer, name, None), "data", None):
         replace_parameter(layer, name, tensor)
 
-    def weight_loader(*args: Any, **options: Any) -> None:
+    def weight_loader(*args: Any, **options: Any) -> bool:
+        # vLLM has a layer processed when all experts of this rank are loaded, and still offers those of other ranks.
+        expert = options.get("expert_id")
+        if expert is not None and layer.expert_map is not None and int(layer.expert_map[expert]) < 0:
+            return False
         raise RuntimeError(
             f"{name} of {layer_name!r} is in the layout of the kernels by now: load weights with vLLM's reload_weights,"
             " not with load_weights"

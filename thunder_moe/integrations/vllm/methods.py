@@ -50,6 +50,7 @@ __all__ = [
     "CompressedTensorsThunderMxFp8MoEMethod",
     "ModelOptThunderMoEMethod",
     "ModelOptThunderMxFp8MoEMethod",
+    "ThunderMethod",
     "compressed_tensors_method",
     "experts_class",
     "modelopt_method",
@@ -96,7 +97,7 @@ def experts_class(moe_config: FusedMoEConfig) -> type[ThunderExperts]:
     return ThunderLoRAExperts if moe_config.is_lora_enabled else ThunderExperts
 
 
-class _ThunderMethod(FusedMoEMethodBase):  # type: ignore[misc]
+class ThunderMethod(FusedMoEMethodBase):  # type: ignore[misc]
     """The base of the methods, which makes experts of loaded tensors."""
 
     supports_pre_processed_weights = False
@@ -223,7 +224,7 @@ def _gate_then_up(rows: Tensor) -> Tensor:
     return joined((rows[:, ::2], rows[:, 1::2]), 1)
 
 
-class ModelOptThunderMoEMethod(_ThunderMethod, ModelOptNvFp4FusedMoE):  # type: ignore[misc]
+class ModelOptThunderMoEMethod(ThunderMethod, ModelOptNvFp4FusedMoE):  # type: ignore[misc]
     """The method for ModelOpt's checkpoints in NVFP4. vLLM's loaders look for "ModelOpt" in the name of this class."""
 
     def _global_scales(self, layer: Any) -> dict[str, Tensor]:
@@ -232,7 +233,7 @@ class ModelOptThunderMoEMethod(_ThunderMethod, ModelOptNvFp4FusedMoE):  # type: 
         return super()._global_scales(layer)
 
 
-class CompressedTensorsThunderMoEMethod(_ThunderMethod, CompressedTensorsW4A4Nvfp4MoEMethod):  # type: ignore[misc]
+class CompressedTensorsThunderMoEMethod(ThunderMethod, CompressedTensorsW4A4Nvfp4MoEMethod):  # type: ignore[misc]
     """The method for compressed-tensors in NVFP4, whose global scales encode: their inverse multiplies."""
 
     _fields = ("weight_packed", "weight_scale", "weight_global_scale")
@@ -248,7 +249,7 @@ class CompressedTensorsThunderMoEMethod(_ThunderMethod, CompressedTensorsW4A4Nvf
         return super()._global_scales(layer)
 
 
-class _MxFp8Method(_ThunderMethod):
+class _MxFp8Method(ThunderMethod):
     """The base of the methods in MXFP8, E4M3 codes without NaN and E8M0 scales for blocks of 32.
 
     ModelOpt and compressed-tensors have the same names for them."""

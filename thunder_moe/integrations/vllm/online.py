@@ -1,0 +1,89 @@
+"""vLLM's method for the experts of 16-bit checkpoints, which are quantized to NVFP4 whenever vLLM has loaded a layer.
+Called by configs, and by linears to quantize; calls kernels.select to quantize, methods for everything after it.
+
+vLLM's `OnlineMoEMethodBase` makes the 16-bit memory of a layer when all of its tensors have arrived, at the first load
+and at each reload, and vLLM copies the results of a reload into the parameters of the first load.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig
+from vllm.model_executor.layers.quantization.online.moe_base import OnlineMoEMethodBase
+from vllm.model_executor.layers.quantization.utils.quant_utils import amax_for_moe_weight_quant
+from vllm.model_executor.utils import replace_parameter
+
+from thunder_moe.formats.block_format import NVFP4
+from thunder_moe.formats.nvfp4 import expert_amax
+from thunder_moe.formats.weight import NVFP4Weight
+from thunder_moe.integrations.vllm.experts import unsupported_reason
+from thunder_moe.integrations.vllm.graphs import decide
+from thunder_moe.integrations.vllm.methods import ThunderMethod, experts_class
+from thunder_moe.kernels.select import quantize
+
+__all__ = ["ThunderOnlineMoEMethod", "quantize_part"]
+
+
+class ThunderOnlineMoEMethod(ThunderMethod, OnlineMoEMethodBase):  # type: ignore[misc]
+    """The method for experts of a 16-bit checkpoint, with the bytes of `thunder_moe.quantize_`.
+
+    Raises:
+        ValueError: Our kernels cannot run the experts, or cannot load them again.
+    """
+
+    _fields = ("weight",)
+
+    def __init__(self, *, moe: FusedMoEConfig) -> None:
+        super().__init__(moe)
+        reason = unsupported_reason(moe, experts_class(moe), NVFP4)
+        if moe.has_bias:
+            reason = "biases of experts are untested"
+        elif moe.is_lora_enabled or moe.moe_parallel_config.enable_eplb:
+            reason = "--enable-lora and --enable-eplb do not go together with loading weights again"
+        if reason is not None:
+            raise ValueError(
+                f"--quantization thunder_moe with a 16-bit checkpoint: its experts cannot become NVFP4: {reason}; leave"
+                " it out for 16-bit experts"
+            )
+        decide("experts", NVFP4, None)
+
+    def create_weights(self, layer: Any, **options: Any) -> None:
+        """Register vLLM's 16-bit parameters, on meta until a layer is loaded."""
+        OnlineMoEMethodBase.create_weights(self, layer, **options)
+
+    def process_weights_after_loading(self, layer: Any) -> None:
+        """Quantizes a layer; vLLM calls it when the layer is loaded, and again after the first load of all."""
+        if not getattr(layer, "_already_called_process_weights_after_loading", False):
+            super().process_weights_after_loading(layer)
+            layer._already_called_process_weights_after_loading = True
+
+    def _global_scales(self, layer: Any) -> dict[str, Tensor]:
+        """Put codes and block scales into the places of a checkpoint's; return the global scales, (E,)."""
+        scales, ranks = {}, self.moe.tp_size
+        largest = partial(amax_for_moe_weight_quant, moe_tp_size=ranks) if ranks > 1 else None
+        for name in ("w13", "w2"):
+            packed = quantize_part(getattr(layer, f"{name}_weight").data, largest)
+            replace_parameter(layer, f"{name}_weight", packed.qdata)
+            replace_parameter(layer, f"{name}_weight_scale", packed.scale)
+            scales[name] = packed.global_scale
+        return scales
+
+
+def quantize_part(weight: Tensor, largest: Callable[[Tensor], Tensor] | None = None) -> NVFP4Weight:
+    """Quantize (E, N, K); the global scales are those of whole weights, also if a rank has a part of each.
+
+    Args:
+        weight: (E, N, K), 16-bit or float32.
+        largest: takes the largest magnitudes (E,) of this rank and returns those of all ranks; None for one rank.
+    """
+    if largest is None:
+        return quantize(weight)
+    amax = largest(expert_amax(weight)).to(weight.dtype)  # exact
+    rows = amax[:, None, None].expand(-1, 1, weight.shape[2])  # another row for the largest value of all ranks
+    packed = quantize(torch.cat((weight, rows), 1))
+    return NVFP4Weight(packed.qdata[:, :-1].contiguous(), packed.scale[:, :-1].contiguous(), packed.global_scale)
