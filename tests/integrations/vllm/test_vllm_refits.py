@@ -78,7 +78,7 @@ def of_quantize_(model):
 
 
 def packed(llm):
-    """The same tensors of vLLM's parameters."""
+    """Return what `of_quantize_` returns, from vLLM's parameters."""
     mine = parameters(worker_of(llm))
     names = sorted(name for name in mine if name.endswith(("w13_weight", "w2_weight")))
     return [(mine[name].data, mine[f"{name}_scale"].data, mine[f"{name}_scale_2"].data) for name in names]
@@ -131,7 +131,7 @@ def test_a_part_of_a_layer(tmp_path):
 
 @pytest.mark.parametrize("expert_parallel", [False, True], ids=["tp2", "tp2+ep2"])
 def test_two_ranks(expert_parallel, tmp_path):
-    """The global scales of experts that are cut into two are those of the whole; a reload on each rank."""
+    """Experts that are cut into two keep the global scales of whole experts; each rank reloads."""
     path, quantized = saved(tmp_path / "first")
     other, other_quantized = saved(tmp_path / "other", mirrored=True)
     with engine(path, tensor_parallel_size=2, enable_expert_parallel=expert_parallel, **ASKED) as llm:
@@ -148,7 +148,7 @@ def test_two_ranks(expert_parallel, tmp_path):
 
 @pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_dense_layers(ranks, tmp_path):
-    """q, k and v are one layer of vLLM and of `quantize_`, with one global scale; a router has no place in either."""
+    """q, k and v are one layer of vLLM and of `quantize_`, with one global scale; neither quantizes a router."""
     patterns = ["*.self_attn.*", "*.mlp.*"]
     path, quantized = saved(tmp_path / "first", linears=patterns[:1])
     other, other_quantized = saved(tmp_path / "other", mirrored=True, linears=patterns[:1])

@@ -81,7 +81,7 @@ def _numbers_of(node: fx.Node) -> list[Any]:
 
 
 def _overwritten(node: fx.Node) -> list[Any]:
-    """Return what a node changes, or a part of which it changes, to numbers that do not depend on what they were."""
+    """Return the tensors that a node writes, in whole or in part, without need of what stood there before."""
     if kind_of(node) == "setitem" or (node.op == "call_method" and node.target in ("copy_", "fill_", "zero_")):
         return [node.args[0]]
     out = node.kwargs.get("out")

@@ -177,8 +177,8 @@ class ThunderOnlineConfig(_Dtypes, OnlineQuantizationConfig):  # type: ignore[mi
 class ThunderQuantizationConfig(ModelOptQuantConfigBase):  # type: ignore[misc]
     """The entry in vLLM's registry; because of its base class vLLM passes `--quantization-config` to `from_config`.
 
-    A checkpoint without a quantization_config has no file of `get_config_filenames` to read either: vLLM calls the
-    class, and gets the configuration for 16-bit checkpoints."""
+    For a checkpoint without a quantization_config and without a file of `get_config_filenames`, vLLM calls the class.
+    It then gets the configuration for 16-bit checkpoints."""
 
     def __new__(cls) -> Any:
         return ThunderOnlineConfig()

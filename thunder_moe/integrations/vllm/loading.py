@@ -178,7 +178,7 @@ def replace(layer: Any, layer_name: str, name: str, tensor: Tensor) -> None:
         replace_parameter(layer, name, tensor)
 
     def weight_loader(*args: Any, **options: Any) -> bool:
-        # vLLM has a layer processed when all experts of this rank are loaded, and still offers those of other ranks.
+        # vLLM has a layer processed when this rank's experts are loaded, and still offers other ranks' experts.
         expert = options.get("expert_id")
         if expert is not None and layer.expert_map is not None and int(layer.expert_map[expert]) < 0:
             return False

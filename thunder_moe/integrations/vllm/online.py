@@ -75,7 +75,7 @@ class ThunderOnlineMoEMethod(ThunderMethod, OnlineMoEMethodBase):  # type: ignor
 
 
 def quantize_part(weight: Tensor, largest: Callable[[Tensor], Tensor] | None = None) -> NVFP4Weight:
-    """Quantize (E, N, K); the global scales are those of whole weights, also if a rank has a part of each.
+    """Quantize (E, N, K) with the global scale of each whole weight, also if this rank has only a part of it.
 
     Args:
         weight: (E, N, K), 16-bit or float32.
