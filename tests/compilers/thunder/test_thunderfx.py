@@ -14,9 +14,12 @@ from differential.runtime import exact
 from oracle import relative_error
 from thunder.dynamo import ThunderCompiler, thunderfx
 from thunder.recipes import BaseRecipe
+from tiny_models import tiny_model
+from tiny_models import tokens as token_ids
 from torch import nn
+from transformers import StaticCache
 
-from thunder_moe import Llama4MoE, Llama4MoEConfig, moe_executor, rewrite_report
+from thunder_moe import Llama4MoE, Llama4MoEConfig, moe_executor, quantize_, rewrite_report
 
 pytestmark = pytest.mark.filterwarnings("ignore::thunder_moe.RewriteWarning")
 BF16 = torch.bfloat16
@@ -328,3 +331,54 @@ def test_offsets_that_change_behind_gemms():
     first, second = (torch.tensor([1, 1, 7, 8], dtype=torch.int32) for _ in range(2))
     assert relative_error(by_backend(model)(x, first, ENDS, scale)[0], model(x, second, ENDS, scale)[0]) < 0.01
     assert torch.equal(first, ENDS)
+
+
+def turned(x):
+    """Thunder leaves complex numbers to inductor, so what is behind them is another part."""
+    pairs = torch.view_as_complex(x.float().reshape(*x.shape[:-1], -1, 2))
+    return torch.view_as_real(pairs * pairs).flatten(-2).to(x.dtype)
+
+
+@pytest.mark.parametrize("slices", [lambda x: x.chunk(3, -1), lambda x: [x.narrow(-1, 4 * i, 4) for i in range(3)]])
+@BOTH
+def test_parts_of_one_tensor_behind_a_split(compile_, slices):
+    """Thunder takes inputs of one storage for one tensor, if another tensor is changed in place: v was k."""
+
+    def function(x, cache):
+        q, k, v = slices(x * 2)
+        q = turned(q)
+        cache.add_(k)
+        return q + cache, cache * v
+
+    x, caches = torch.randn(2, 12), [torch.ones(2, 4) for _ in range(2)]
+    compiled = compile_(function)
+    for _ in range(2):
+        torch.testing.assert_close(compiled(x, caches[0]), function(x, caches[1]))
+    torch.testing.assert_close(*caches)
+
+
+def test_views_of_one_tensor_as_inputs():
+    def function(k, v, cache):
+        cache.copy_(k)
+        return cache + v
+
+    both, cache = torch.randn(2, 8), torch.zeros(2, 4)
+    torch.testing.assert_close(by_thunderfx(function)(both[:, :4], both[:, 4:], cache), both[:, :4] + both[:, 4:])
+    with pytest.raises(Exception, match="shares memory with another tensor, and one of them is changed in place"):
+        by_thunderfx(function)(both[:, :4], both[:, 4:], both[:, 2:6])
+
+
+@pytest.mark.parametrize(
+    "device", [pytest.param("cpu", marks=pytest.mark.slow), pytest.param("cuda", marks=pytest.mark.gpu)]
+)
+def test_decode_steps_with_4_bit_dense_layers(device):
+    """q, k and v are parts of one GEMM's result; on CUDA, torch.compile would put norms into the layers behind them."""
+    model = quantize_(tiny_model("llama4").to(device, BF16), linears="*").requires_grad_(False)
+    caches = [StaticCache(config=model.config, max_cache_len=16) for _ in range(2)]
+    compiled = by_thunderfx(model)
+    with torch.no_grad():
+        for ids in (token_ids(1, 5), token_ids(1, 1), token_ids(1, 1)):
+            got, wanted = (
+                f(ids.to(device), past_key_values=c).logits for f, c in zip((compiled, model), caches, strict=True)
+            )
+            assert relative_error(got, wanted) < 0.02

@@ -51,7 +51,7 @@ def compile_graph(
         compile_: compiles the rewritten graph for some inputs, and later perhaps the original one.
         owner: to whom `rewrite_report` attributes the graph.
         format, option: the number format of the weights, or a function that names one; the option that gave it.
-        attention: True if attention that repeats keys and values is rewritten; None: on CUDA.
+        attention: as `rewrite` takes it.
         note: what the report adds to the reason of each GEMM that is rewritten.
     """
     gm, examples, local = take_local_shards(gm, example_inputs)

@@ -63,11 +63,14 @@ def rewrite(
 ) -> tuple[Rewritten, list[Decision], list[Others]]:
     """Rewrite dynamo's graph and those nested in it, in place.
 
-    `local` are the positions of DTensors in example_inputs whose local tensors the graph takes.
+    Args:
+        attention: True if attention that repeats keys and values is rewritten; None: on CUDA. False leaves attention,
+            norms and the order of reads to the compiler.
+        local: the positions of DTensors in example_inputs whose local tensors the graph takes.
 
     Returns:
-        What the graph takes now; what was decided on each GEMM; and what on attention that repeats keys and values
-        (None: it is rewritten on CUDA) and on routers.
+        What the graph takes now; what was decided on each GEMM; and what on attention that repeats keys and values and
+        on routers.
     """
     replace_calls(gm)
     scopes, weights = _scopes_and_weights(gm, example_inputs)
@@ -111,8 +114,9 @@ def rewrite(
         share_orders(scope.graph, program)
     sites = [site for plan in plans for site in plan.sites if site.weight is not None]
     rewritten = packing.finish(sites, memory, told_by)
-    fuse_add_norms(scopes_of(gm, torch.is_grad_enabled()))
-    prefetch_operands(scopes_of(gm, torch.is_grad_enabled()))
+    if attention is not False:  # Thunder orders kernels anew, and has no symbols for the operators with norms
+        fuse_add_norms(scopes_of(gm, torch.is_grad_enabled()))
+        prefetch_operands(scopes_of(gm, torch.is_grad_enabled()))
     for scope in scopes:
         scope.module.recompile()
     return rewritten, decisions, [*fused, *(found.entry for found in repeated), *(entry for _, entry in routers)]

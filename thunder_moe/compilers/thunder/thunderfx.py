@@ -9,9 +9,9 @@ with the operators: 4 bits stay 4 bits.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache, partial
-from typing import Any
+from typing import Any, cast
 
 import thunder
 import torch
@@ -22,6 +22,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import _pytree as pytree
 
 from thunder_moe.compilers.dynamo import compiled_graph
+from thunder_moe.compilers.dynamo.effects import grad_modes, program_of, storages_of
 from thunder_moe.compilers.dynamo.nodes import calls, given, value_of
 from thunder_moe.compilers.dynamo.scopes import copy_of
 from thunder_moe.compilers.thunder import nvfuser
@@ -87,6 +88,8 @@ def _compile(compiler: Any, gm: fx.GraphModule, inputs: Sequence[Any]) -> Callab
         if node.op == "call_function" and node.target is getattr and _is_transpose(node):
             # Thunder does not know that it is a view, and moves reads of it past changes of its base.
             node.op, node.target, node.args = "call_method", "transpose", (node.args[0], -2, -1)
+        elif node.op == "call_method" and node.target == "narrow" and len(node.args) == 4:
+            _slice(node)
         elif node.op == "call_function":
             node.target = _taken_by_thunder(node)
     options = compiler.thunder_options
@@ -101,6 +104,9 @@ def _compile(compiler: Any, gm: fx.GraphModule, inputs: Sequence[Any]) -> Callab
         compiled: Callable[..., Any] = original_thunderfx(compiler, gm, inputs)
     finally:
         compiler.thunder_options = options
+    if changes:
+        functions = compiler.subgraph_infos[-1].submodule_to_compiled_functions.items()
+        _separate(compiled, {function.compiled_fn: part.graph for part, function in functions})
     return compiled
 
 
@@ -166,6 +172,57 @@ def _spell_out_sizes(graph: fx.Graph) -> None:
             user.args, user.kwargs = fx.map_arg(user.args, replacing), fx.map_arg(user.kwargs, replacing)
         if not node.users:
             graph.erase_node(node)
+
+
+def _separate(compiled: fx.GraphModule, parts: Mapping[Any, fx.Graph]) -> None:
+    """Copy inputs of Thunder's parts that share memory with another input: q, k and v of one GEMM, for example.
+
+    Where a part changes a tensor in place, Thunder 0.2.6 takes inputs of one storage for one tensor, whatever parts of
+    the storage they are: v would have the numbers of k.
+
+    Args:
+        parts: the graph of dynamo's nodes of each compiled part.
+
+    Raises:
+        NotImplementedError: one of the inputs may be changed in place.
+    """
+    for call in compiled.graph.find_nodes(op="call_module"):
+        part = getattr(compiled, call.target)
+        if not isinstance(part, thunder.ThunderModule) or not any(map(_may_change, parts[part].nodes)):
+            continue
+        graph = parts[part]
+        program = program_of(graph, grad_modes(graph, True), value_of, {})
+        first: dict[frozenset[int], torch.Tensor] = {}
+        for index, placeholder in enumerate(graph.find_nodes(op="placeholder")):
+            tensor = value_of(placeholder)
+            storages = storages_of(tensor)
+            if not storages or _is_same(tensor, first.setdefault(storages, tensor)):
+                continue
+            if program.reason_against_packing(storages):
+                raise NotImplementedError(
+                    f"{placeholder.name} shares memory with another tensor, and one of them is changed in place:"
+                    " Thunder 0.2.6 would take both for the same tensor; wanted no such pair, or inductor"
+                )
+            with compiled.graph.inserting_before(call):
+                call.update_arg(index, compiled.graph.call_method("clone", (call.args[index],)))
+    compiled.recompile()
+
+
+def _is_same(tensor: torch.Tensor, other: torch.Tensor) -> bool:
+    """True if two tensors of one storage have the same numbers in the same order."""
+    places = [(each.storage_offset(), each.numel()) for each in (tensor, other)]
+    strides = [(each.shape, each.stride()) for each in (tensor, other)]
+    return places[0] == places[1] and (strides[0] == strides[1] or (tensor.is_contiguous() and other.is_contiguous()))
+
+
+def _slice(node: fx.Node) -> None:
+    """Make a slice of ``x.narrow(dim, start, length)``, which Thunder does not know and leaves to inductor."""
+    sizes: tuple[Any, ...] = value_of(node.args[0]).shape
+    dim, start, length = cast(tuple[Any, ...], node.args[1:])
+    if all(isinstance(number, int) for number in (dim, start, length)):
+        start += sizes[dim] if start < 0 else 0
+        index = (slice(None),) * (dim % len(sizes)) + (slice(start, start + length),)
+        node.op, node.target, node.args = "call_function", operator.getitem, (node.args[0], index)
 
 
 def _is_transpose(node: fx.Node) -> bool:
