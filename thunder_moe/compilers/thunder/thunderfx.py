@@ -106,7 +106,7 @@ def _compile(compiler: Any, gm: fx.GraphModule, inputs: Sequence[Any]) -> Callab
         compiler.thunder_options = options
     if changes:
         functions = compiler.subgraph_infos[-1].submodule_to_compiled_functions.items()
-        _separate(compiled, {function.compiled_fn: part.graph for part, function in functions})
+        _separate(cast(fx.GraphModule, compiled), {function.compiled_fn: part.graph for part, function in functions})
     return compiled
 
 
