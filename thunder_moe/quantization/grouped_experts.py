@@ -21,7 +21,7 @@ from thunder_moe.training import GroupedMLP, NVFP4GroupedMLP
 
 __all__ = ["FAMILIES", "GroupedExperts"]
 
-_OPTIONS = ("accumulate_into_main_grad", "delay_wgrad")
+_OPTIONS = ("accumulate_into_main_grad", "delay_wgrad", "recipe")
 
 
 class GroupedExperts(ExpertFamily):
