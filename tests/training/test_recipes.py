@@ -7,9 +7,19 @@ import copy
 import oracle
 import pytest
 import torch
+import torch.distributed.device_mesh
+import torch.distributed.fsdp
 from oracle import RecipeLinear, relative_error, round_to_recipe
 
-from thunder_moe import GroupedLinear, GroupedMLP, ScaledSReLU, mxfp8, offsets_from_splits
+from thunder_moe import (
+    GroupedLinear,
+    GroupedMLP,
+    ScaledSReLU,
+    dequantize_,
+    mxfp8,
+    offsets_from_splits,
+    quantize_,
+)
 
 BF16 = torch.bfloat16
 RECIPES = ["mxfp8", "fp8"]
@@ -192,6 +202,27 @@ def test_autocast_and_state_dicts():
     other.load_state_dict({f"weight{i}": part for i, part in enumerate(linear.weight)})
     assert torch.equal(other(x, ends), linear(x, ends))
     assert list(linear.state_dict()) == ["weight"]
+
+
+def test_fully_shard():
+    dist = torch.distributed
+    mlp, ends, x = GroupedMLP(4, 32, 48, recipe="fp8"), offsets_from_splits([2, 0, 3, 1]), torch.randn(6, 32)
+    plain = copy.deepcopy(mlp)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        torch.distributed.fsdp.fully_shard(mlp, mesh=torch.distributed.device_mesh.init_device_mesh("cpu", (1,)))
+        for module in (mlp, plain):
+            module(x, ends).pow(2).sum().backward()
+        for sharded, parameter in zip(mlp.parameters(), plain.parameters(), strict=True):
+            assert torch.equal(sharded.grad.full_tensor(), parameter.grad)
+    finally:
+        dist.destroy_process_group()
+
+
+def test_a_quantized_block_gets_its_recipe_back():
+    root = torch.nn.ModuleDict(dict(mlp=GroupedMLP(2, 32, 32, recipe="fp8")))
+    assert "recipe" not in repr(quantize_(root))
+    assert repr(dequantize_(root)).count("recipe='fp8'") == 2
 
 
 def test_names_and_what_is_refused():
