@@ -54,6 +54,10 @@ class GroupedExperts(ExpertFamily):
             (linear.out_features * (2 if linear in fused else 1), linear.in_features) for linear in _linears(module)
         ]
 
+    def set_recipe(self, module: nn.Module, recipe: str | None) -> None:
+        for linear in _linears(module):
+            linear.recipe = recipe
+
     def convert(self, module: nn.Module, run: Quantization) -> nn.Module:
         if isinstance(module, GroupedLinear):
             return _quantized(run, module)
