@@ -10,6 +10,7 @@ from torch import nn
 
 from thunder_moe.formats.checks import require_module
 from thunder_moe.ops.grouped_linear import check_recipe
+from thunder_moe.quantization import choose  # noqa: F401  (registers the family of this package's modules)
 from thunder_moe.quantization.families import families_of
 
 __all__ = ["prepare_8bit_training_"]
