@@ -28,7 +28,8 @@ SOURCES = (COMMON, COMMON.with_name("activation.cu"), COMMON.with_name("recipes.
 _THREADS = 256  # kRowThreads
 _TILE = 128  # kTile
 _MOST_BLOCKS = 2**16
-_FAST_ACCUMULATION = False  # True: the tensor cores add up all products with fewer bits than float32 has
+# The most products of a sum that the tensor cores add up alone ("fast accumulation"), with fewer bits than float32 has.
+_FAST_TERMS = 4096
 
 
 class CudaProducts(QuantizedProducts):
@@ -54,7 +55,7 @@ class CudaProducts(QuantizedProducts):
         b, of_columns, _ = quantize_column_codes(rows, offsets)
         product: Tensor = torch._scaled_grouped_mm(
             a, b.t(), of_rows.flatten(), of_columns.flatten(), offs=ends, out_dtype=rows.dtype,
-            use_fast_accum=_FAST_ACCUMULATION,
+            use_fast_accum=rows.shape[0] <= _FAST_TERMS,
         )  # fmt: skip
         if out is None:
             return product
@@ -67,7 +68,7 @@ class CudaProducts(QuantizedProducts):
         (a, of_rows), (b, of_columns) = rows, weight
         ends = backend.row_starts(offsets.to(torch.int32), a.shape[0])[1:]
         product = torch._scaled_grouped_mm(
-            a, b.mT, of_rows, of_columns, offs=ends, out_dtype=torch.bfloat16, use_fast_accum=_FAST_ACCUMULATION
+            a, b.mT, of_rows, of_columns, offs=ends, out_dtype=torch.bfloat16, use_fast_accum=a.shape[1] <= _FAST_TERMS
         )
         result: Tensor
         if out is None:
@@ -137,7 +138,7 @@ def _rows(values: Tensor, recipe: str, codes: bool) -> Quantized:
     out = torch.empty_like(values, dtype=torch.float8_e4m3fn if codes else None)
     scales = None if mx else values.new_empty(values.shape[:-1], dtype=torch.float32)
     if out.numel():
-        rows, per_row = out.numel() // columns, 32 if mx or columns <= 1024 else 256 if columns <= 8192 else 1024
+        rows, per_row = out.numel() // columns, 32 if mx or columns <= 1024 else 256 if columns <= 8192 else 512
         threads = max(per_row, _THREADS)
         blocks = min(-(-rows * per_row // threads), _MOST_BLOCKS)
         argument = RecipeArguments(*map(pointer, (values, None, out, scales, None, None)), rows, 0, columns, 0, 0)
@@ -176,7 +177,8 @@ def _columns(values: Tensor, recipe: str, offsets: Tensor | None, codes: bool) -
 
 def _padded(values: Tensor) -> Tensor:
     """Return values (..., C) contiguous and aligned, with zeros behind them up to a multiple of 8 columns."""
-    return aligned(F.pad(values.detach(), (0, -values.shape[-1] % 8)))
+    missing = -values.shape[-1] % 8  # F.pad copies even if there are none
+    return aligned(F.pad(values.detach(), (0, missing)) if missing else values.detach())
 
 
 def _bool(value: bool) -> str:
