@@ -176,6 +176,49 @@ def trained_linear(x, weight, offsets, bias=None, bias_scale=None):
     return out
 
 
+def round_e4m3(values):
+    """Numbers to the nearest E4M3 number, at a tie the even one, in fp64; beyond 464 NaN, as E4M3 has no Inf."""
+    _, exponent = torch.frexp(values)  # of a mantissa in [0.5, 1)
+    step = torch.ldexp(torch.ones_like(values), (exponent - 1).clamp_min(-6) - 3)
+    return torch.where(values.abs() <= 464, (values / step).round() * step, torch.nan)
+
+
+def round_to_recipe(values, recipe):
+    """(..., K) rounded by an 8-bit recipe along K, in fp64; the definition is in docs/training.md."""
+    wide = values.double()
+    if recipe == "fp8":  # each step rounded to fp32
+        scale = (wide.abs().amax(-1, keepdim=True).clamp_min(2.0**-100) * torch.tensor(1 / 448).double()).float()
+        return round_e4m3((wide * (1 / scale.double()).float().double()).float().double()) * scale.double()
+    blocks = F.pad(wide, (0, -wide.shape[-1] % 32)).unflatten(-1, (-1, 32))
+    mantissa, exponent = torch.frexp(blocks.abs().amax(-1, keepdim=True) / 448)
+    exponent = exponent - (mantissa == 0.5).int()
+    scale = torch.ldexp(torch.ones_like(mantissa), exponent)
+    rounded = torch.where(exponent <= -127, 0, round_e4m3(blocks / scale) * scale)
+    return rounded.flatten(-2)[..., : values.shape[-1]]
+
+
+class RecipeLinear(torch.autograd.Function):
+    """`trained_linear` by an 8-bit recipe: each of the three products rounds its operands along what it sums over."""
+
+    @staticmethod
+    def forward(ctx, x, weight, offsets, recipe):
+        ctx.save_for_backward(x, weight, offsets)
+        ctx.recipe = recipe
+        return trained_linear(round_to_recipe(x, recipe), round_to_recipe(weight, recipe), offsets)
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, weight, offsets = ctx.saved_tensors
+        by_n = round_to_recipe(weight.mT, ctx.recipe)
+        of_x = trained_linear(round_to_recipe(grad, ctx.recipe), by_n, offsets)
+        of_weight = torch.zeros_like(weight, dtype=torch.float64)
+        for expert, start, end in groups(offsets):
+            if end > start:
+                of_rows = round_to_recipe(grad[start:end].T, ctx.recipe)
+                of_weight[expert] = of_rows @ round_to_recipe(x[start:end].T, ctx.recipe).T
+        return of_x, of_weight, None, None
+
+
 def scaled_swiglu(y, scales=None, interleave=None, alpha=1.0, limit=None, up_shift=0.0):
     """fp64, column by column: (M, 2I) -> (M, I)."""
     width = y.shape[-1] // 2

@@ -67,11 +67,12 @@ def test_results_and_gradients(mode, dtype, hidden, width):
             assert got[live:].eq(0).all()
 
 
-def test_a_cuda_graph_of_a_training_step_takes_other_routings_without_synchronising():
-    mlp = make(torch.bfloat16, accumulate_into_main_grad=True)
+@pytest.mark.parametrize("recipe", [None, "mxfp8", "fp8"])
+def test_a_cuda_graph_of_a_training_step_takes_other_routings_without_synchronising(recipe):
+    mlp = make(torch.bfloat16, accumulate_into_main_grad=True, recipe=recipe)
     for parameter in mlp.parameters():
         parameter.main_grad = torch.zeros(parameter.shape, device="cuda")
-    plain = make(torch.bfloat16)
+    plain = make(torch.bfloat16, recipe=recipe)
     plain.load_state_dict(mlp.state_dict())
     x = torch.randn(19, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     scales = torch.rand(19, device="cuda", requires_grad=True)

@@ -17,21 +17,21 @@ def leaf(*shape):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("offsets", [ENDS, ENDS.long()], ids=["int32", "int64"])
-def test_opcheck(opcheck, offsets):
+@pytest.mark.parametrize(("offsets", "recipe"), [(ENDS, None), (ENDS.long(), None), (ENDS, "mxfp8"), (ENDS, "fp8")])
+def test_opcheck(opcheck, offsets, recipe):
     x, weight, bias, scale = leaf(9, 8), leaf(3, 6, 8), leaf(3, 6), leaf(9)
     grad, out = torch.randn(9, 6), torch.zeros(9, 6)
-    opcheck(OPS.grouped_linear.default, (x, weight, offsets, bias, scale))
+    opcheck(OPS.grouped_linear.default, (x, weight, offsets, bias, scale, recipe))
     opcheck(OPS.grouped_linear.default, (x, weight, offsets))
     opcheck(OPS.grouped_bias.default, (out.requires_grad_(), offsets, bias, scale, leaf(9)))
     x, weight, bias, scale, out = (t.detach() for t in (x, weight, bias, scale, out))
-    opcheck(OPS.grouped_linear_dgrad.default, (grad, weight, offsets))
-    opcheck(OPS.grouped_linear_wgrad.default, (x, grad, offsets))
+    opcheck(OPS.grouped_linear_dgrad.default, (grad, weight, offsets, recipe))
+    opcheck(OPS.grouped_linear_wgrad.default, (x, grad, offsets, recipe))
     opcheck(OPS.grouped_bias_grad.default, (grad, offsets, scale))
     opcheck(OPS.grouped_bias_scale_grad.default, (grad, bias, offsets))
-    opcheck(OPS.grouped_linear_out.default, (x, weight, offsets, bias, scale, out))
-    opcheck(OPS.grouped_linear_dgrad_out.default, (grad, weight, offsets, torch.zeros(9, 8)))
-    opcheck(OPS.grouped_linear_wgrad_out.default, (x, grad, offsets, torch.zeros(3, 6, 8), True))
+    opcheck(OPS.grouped_linear_out.default, (x, weight, offsets, bias, scale, out, recipe))
+    opcheck(OPS.grouped_linear_dgrad_out.default, (grad, weight, offsets, torch.zeros(9, 8), recipe))
+    opcheck(OPS.grouped_linear_wgrad_out.default, (x, grad, offsets, torch.zeros(3, 6, 8), True, recipe))
 
 
 @pytest.mark.slow
@@ -41,7 +41,7 @@ def test_opcheck_of_activations(opcheck, kind):
     y, scales, rows = leaf(9, 8), leaf(9), 4 if kind == "swiglu" else 8
     opcheck(OPS.scaled_activation.default, (y, scales, ENDS), form)
     opcheck(OPS.scaled_activation.default, (y,), form)
-    opcheck(OPS.activated_grouped_linear.default, (y, leaf(3, 5, rows), ENDS, scales, leaf(3, 5)), form)
+    opcheck(OPS.activated_grouped_linear.default, (y, leaf(3, 5, rows), ENDS, scales, leaf(3, 5), "fp8"), form)
     plain = y.detach(), scales.detach(), ENDS
     opcheck(OPS.scaled_activation_backward.default, (torch.randn(9, rows), *plain, True, True), form)
     opcheck(OPS.scaled_activation_backward.default, (torch.randn(9, rows), *plain, False, True), form)

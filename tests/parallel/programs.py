@@ -102,6 +102,7 @@ def experts(kind, quantized=False):
         "mlp": lambda: GroupedMLP(E, H, FEATURES),
         "mlp, bias": lambda: GroupedMLP(E, H, FEATURES, bias=True),
         "mlp, interleaved": lambda: GroupedMLP(E, H, FEATURES, activation=ScaledSwiGLU(glu_interleave_size=16)),
+        "mlp, fp8": lambda: GroupedMLP(E, H, FEATURES, recipe="fp8"),
         "mlp, srelu": lambda: GroupedMLP(E, H, FEATURES, activation=ScaledSReLU()),
     }[kind]()
     return packed(module, format=format_of(quantized)) if quantized else module

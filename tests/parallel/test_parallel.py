@@ -43,6 +43,12 @@ def test_experts_are_those_of_one_process(run, count, style, kind, splits, quant
     assert max(run(programs.run_experts, count, style, kind, quantized, SPLITS[splits])) < TOLERANCE
 
 
+def test_experts_with_an_8_bit_recipe(run):
+    """All rows of an expert come from one rank, because the gradient of a weight depends on which rows it rounds."""
+    splits = [37] + [0] * (programs.E - 1)
+    assert max(run(programs.run_experts, 2, "exact", "mlp, fp8", False, splits)) < TOLERANCE
+
+
 @pytest.mark.parametrize("quantized", [False, True, "mxfp8"], ids=["float32", "nvfp4", "mxfp8"])
 @pytest.mark.parametrize(("count", "shared"), [(2, 1), (4, 0), (4, 2)])
 def test_tensor_parallel_layer_is_that_of_one_process(run, count, shared, quantized):

@@ -60,6 +60,7 @@ class GroupedGemm:
         changed: `Program.reason_against_packing` of the weight.
         format: the name of the number format that the weight is to have, or has; None leaves it 16-bit.
         distributed: True if the GEMM takes a DTensor, not the local tensor of one.
+        recipe: the 8-bit recipe that the GEMM trains with; None for 16 bits.
     """
 
     weight: str | None
@@ -76,6 +77,7 @@ class GroupedGemm:
     changed: str | None = None
     format: str | None = NVFP4.name
     distributed: bool = False
+    recipe: str | None = None
 
 
 # The option "thunder_moe.format" or moe_format: a format's name, or a function of a GEMM and its weight's full name.
@@ -141,6 +143,7 @@ def common_format(*gemms: GroupedGemm) -> str:
 def decline_reason(gemm: GroupedGemm) -> str | None:
     """Return why a grouped GEMM is not rewritten; None if it is. The checks run in this order:
 
+    - it has no 8-bit recipe;
     - the GEMM takes no DTensor (the local tensor of one is a weight like others);
     - the weight is a parameter or a buffer (it can be quantized once, ahead of the call);
     - nothing in the graph changes it;
@@ -151,6 +154,8 @@ def decline_reason(gemm: GroupedGemm) -> str | None:
     - the weight is not being trained: either it is frozen or gradients are disabled, and not by a forward that is run
       again for its gradients.
     """
+    if gemm.recipe is not None:
+        return f"it is computed by the 8-bit recipe {gemm.recipe!r}; recipe=None lets a frozen weight be quantized"
     if gemm.distributed:
         return (
             "the weight is a DTensor, which is not quantized: shard the experts by"

@@ -150,9 +150,9 @@ _TABLE = (
     Spelling("split", "input split_size dim", "split", functions=(aten.split.Tensor,)),
     # GEMMs of experts (torch's have the weight (E, K, N), training blocks have (E, N, K)), and attention
     Spelling("grouped_mm", "mat_a mat_b offs bias out_dtype", "", "_grouped_mm grouped_mm", (aten._grouped_mm,)),
-    Spelling("linear", f"{_GEMM} bias bias_scale", functions=(_OPS.grouped_linear, _OPS.grouped_linear.default)),
+    Spelling("linear", f"{_GEMM} bias bias_scale recipe", functions=(_OPS.grouped_linear, _OPS.grouped_linear.default)),
     Spelling(
-        "activated", f"{_GEMM} scales bias * {_FORM}",
+        "activated", f"{_GEMM} scales bias recipe * {_FORM}",
         functions=(_OPS.activated_grouped_linear, _OPS.activated_grouped_linear.default),
     ),
     Spelling(

@@ -25,7 +25,9 @@ __all__ = [
     "check_quantizable",
     "dequantize",
     "dequantize_expert",
+    "powers_of_two",
     "quantize",
+    "quantize_rows",
     "quantize_unchecked",
 ]
 
@@ -76,7 +78,7 @@ def quantize_unchecked(weight: Tensor, scale_search: str | None = None) -> tuple
     scale = torch.empty(experts, n, k // BLOCK_SIZE, dtype=torch.uint8, device=weight.device)
     for expert in range(experts):
         for rows in row_chunks(weight):
-            qdata[expert, rows], scale[expert, rows] = _quantize_rows(weight[expert, rows])
+            qdata[expert, rows], scale[expert, rows] = quantize_rows(weight[expert, rows])
     return MXFP8Weight(qdata, scale.view(torch.float8_e8m0fnu)), expert_amax(weight)
 
 
@@ -123,12 +125,12 @@ def dequantize_expert(weight: MXFP8Weight, expert: int, out: Tensor) -> None:
     """Dequantizes one expert of a "linear" weight into `out` (N, K), a chunk of its rows at a time."""
     scale = weight.scale.view(torch.uint8)
     for rows in row_chunks(weight):
-        factor = _powers_of_two(scale[expert, rows])  # [R, K // 32]
+        factor = powers_of_two(scale[expert, rows])  # [R, K // 32]
         blocks = (*factor.shape, BLOCK_SIZE)
         torch.mul(weight.qdata[expert, rows].float().view(blocks), factor[..., None], out=out[rows].view(blocks))
 
 
-def _quantize_rows(rows: Tensor) -> tuple[Tensor, Tensor]:
+def quantize_rows(rows: Tensor) -> tuple[Tensor, Tensor]:
     """Quantize rows (R, K) to float8_e4m3fn (R, K) and uint8 E8M0 scales (R, K // 32), the exponent plus 127."""
     blocks = rows.float().reshape(len(rows), -1, BLOCK_SIZE)  # [R, K // 32, 32]
     bits = blocks.abs().amax(-1).view(torch.int32)
@@ -141,7 +143,7 @@ def _quantize_rows(rows: Tensor) -> tuple[Tensor, Tensor]:
     return codes.flatten(-2), scale.to(torch.uint8)
 
 
-def _powers_of_two(scale: Tensor) -> Tensor:
+def powers_of_two(scale: Tensor) -> Tensor:
     """Convert E8M0 bytes to float32: 2**(scale - 127); the least is subnormal, 255 is NaN."""
     values = (scale.int() << _MANTISSA_BITS).view(torch.float32)
     values = torch.where(scale == 0, 2.0**-127, values)

@@ -41,6 +41,7 @@ __all__ = [
     "select",
     "simulate_w4a4",
     "training_kernels",
+    "training_products",
     "use_backend",
 ]
 
@@ -106,6 +107,12 @@ def training_kernels(device: torch.device) -> ModuleType:
     """
     cuda = chosen_backend() != "reference" and runs_on_cuda(device)
     return importlib.import_module(f"thunder_moe.kernels.{'cuda.training' if cuda else 'training_reference'}")
+
+
+def training_products(device: torch.device, recipe: str | None) -> Any:
+    """Return `grouped_mm`, `dgrad` and `wgrad` for operands on a device, in 16 bits or by an 8-bit recipe."""
+    kernels = training_kernels(device)
+    return kernels if recipe is None else kernels.quantized_products(recipe)
 
 
 def has_chains(device: torch.device) -> bool:

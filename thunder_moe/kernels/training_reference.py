@@ -1,5 +1,5 @@
 """The kernels of training in plain torch: their definition, what a CPU runs, and what tests compare others with.
-Called through kernels.select; calls activations, routing and, for products of 4-bit weights, kernels.select.
+Called through kernels.select; calls activations, routing, recipes and, for products of 4-bit weights, kernels.select.
 
 Every function takes operands of any strides and gives contiguous results, like the operators' fakes. Rows past the last
 row end may hold anything: they contribute nothing. Results are zero there; in a buffer of the caller these rows are not
@@ -11,11 +11,14 @@ row ends.
 
 from __future__ import annotations
 
+import sys
+
 import torch
 from torch import Tensor
 
 from thunder_moe.activations import SwiGLUConfig
 from thunder_moe.formats.weight import NVFP4Weight
+from thunder_moe.kernels.recipes import QuantizedProducts, quantize, quantize_columns
 from thunder_moe.kernels.select import select
 from thunder_moe.routing import combine, expert_of_row, gather_rows, live_rows, row_groups
 
@@ -30,6 +33,9 @@ __all__ = [
     "grouped_mm",
     "grouped_mm_low_rank",
     "grouped_mm_low_rank_dgrad",
+    "quantize",
+    "quantize_columns",
+    "quantized_products",
     "scaled_srelu",
     "scaled_srelu_gradient",
     "scaled_swiglu",
@@ -98,6 +104,11 @@ def wgrad(rows: Tensor, grad: Tensor, offsets: Tensor, out: Tensor | None = None
         else:
             result[expert].addmm_(of_expert.float(), inputs.float())
     return result
+
+
+def quantized_products(recipe: str) -> QuantizedProducts:
+    """Return `grouped_mm`, `dgrad` and `wgrad` of operands that a recipe rounds."""
+    return QuantizedProducts(sys.modules[__name__], recipe)
 
 
 def add_bias(

@@ -22,6 +22,7 @@ from thunder_moe.nn.expert_states import NAMES, one_per_weight
 from thunder_moe.nn.linear import traced_by_thunder
 from thunder_moe.ops import grouped_linear  # noqa: F401  (registers the operators)
 from thunder_moe.ops.activation import ActivationForm
+from thunder_moe.ops.grouped_linear import check_recipe
 from thunder_moe.ops.grouped_linear_into import Into, Queue, check_buffer, grouped_linear_into, run_waiting
 
 __all__ = ["GroupedLinear", "autocast", "local_part", "per_expert_state_dict", "require_at_least", "run_into"]
@@ -43,8 +44,11 @@ class GroupedLinear(AdaptableLinear):
             attribute ``grad_added_to_main_grad``, it is set to True, and autograd gets zeros, so that hooks fire.
         delay_wgrad: a backward keeps the rows and the gradient of its output, and `backward_dw` computes the weight's
             gradient. Biases do not wait.
+        recipe: "mxfp8" or "fp8" for products of operands in 8 bits, forward and backward, for a weight in bfloat16 or
+            float32 (docs/training.md has the definitions); None for products in the weight's dtype.
 
     Attributes:
+        recipe: as above; it may be changed between calls.
         weight: parameter (E, N, K), initialised as `torch.nn.Linear` does: U(-K**-0.5, K**-0.5).
         bias: parameter (E, N), initialised likewise, or None.
 
@@ -54,6 +58,7 @@ class GroupedLinear(AdaptableLinear):
 
     weight: nn.Parameter
     bias: nn.Parameter | None
+    recipe: str | None = None  # of modules that were pickled without one
     _sharded = False  # True if the parameters are DTensors; a rank computes with its own part
 
     def __init__(
@@ -67,14 +72,17 @@ class GroupedLinear(AdaptableLinear):
         device: torch.device | str | None = None,
         accumulate_into_main_grad: bool = False,
         delay_wgrad: bool = False,
+        recipe: str | None = None,
     ) -> None:
         super().__init__()
         sizes = dict(num_experts=num_experts, in_features=in_features, out_features=out_features)
         for name, size in sizes.items():
             require_at_least(1, name, size)
         require_weight_dtype(dtype)
+        check_recipe(recipe, torch.get_default_dtype() if dtype is None else dtype)
         self.num_experts, self.in_features, self.out_features = num_experts, in_features, out_features
         self.accumulate_into_main_grad, self.delay_wgrad = accumulate_into_main_grad, delay_wgrad
+        self.recipe = recipe
         self._waiting = Queue()
         self.weight = nn.Parameter(torch.empty(num_experts, out_features, in_features, dtype=dtype, device=device))
         of_experts = torch.empty(num_experts, out_features, dtype=dtype, device=device) if bias else None
@@ -114,7 +122,7 @@ class GroupedLinear(AdaptableLinear):
         if out is None and grad_input is None and not self._writes():
             weight, bias = self.local_parameters()
             rows, weight = autocast(x, weight)
-            result: Tensor = linear_operator(x)(rows, weight, offsets, bias, bias_scale)
+            result: Tensor = linear_operator(x)(rows, weight, offsets, bias, bias_scale, self.recipe)
             return result
         refuse_traced(self, x, out=out, grad_input=grad_input)
         result = run_into(self, x, offsets, bias_scale, out, grad_input)
@@ -162,7 +170,8 @@ class GroupedLinear(AdaptableLinear):
         sizes = f"num_experts={self.num_experts}, in_features={self.in_features}, out_features={self.out_features}"
         options = dict(bias=self.bias is not None, accumulate_into_main_grad=self.accumulate_into_main_grad)
         options |= dict(delay_wgrad=self.delay_wgrad)
-        return ", ".join([sizes, *(f"{name}=True" for name, value in options.items() if value)])
+        named = [f"{name}=True" for name, value in options.items() if value]
+        return ", ".join([sizes, *named, *([] if self.recipe is None else [f"recipe={self.recipe!r}"])])
 
 
 def per_expert_state_dict(module: nn.Module) -> dict[str, Tensor]:
@@ -191,10 +200,12 @@ def linear_operator(x: Tensor) -> Callable[..., Tensor]:
 
 
 def _linear_of_torch(
-    x: Tensor, weight: Tensor, offsets: Tensor, bias: Tensor | None, bias_scale: Tensor | None
-) -> Tensor:
-    if bias is not None:
-        raise ValueError("bias: got one under thunder.jit without moe_executor, wanted executors=[moe_executor]")
+    x: Tensor, weight: Tensor, offsets: Tensor, bias: Tensor | None, bias_scale: Tensor | None,
+    recipe: str | None = None,
+) -> Tensor:  # fmt: skip
+    for name, given in dict(bias=bias, recipe=recipe).items():
+        if given is not None:
+            raise ValueError(f"{name}: got one under thunder.jit without moe_executor, wanted executors=[moe_executor]")
     return F.grouped_mm(x, weight.transpose(-2, -1), offs=offsets)
 
 
@@ -248,7 +259,7 @@ def run_into(
     check_buffer("out", out, (x.shape[0], linear.out_features), dtype, x, **operands)
     check_buffer("grad_input", grad_input, tuple(x.shape), x.dtype, x, **operands)
     waiting = linear._waiting if linear.delay_wgrad else None
-    into = Into(out, grad_input, linear.accumulate_into_main_grad, waiting, dtype)
+    into = Into(out, grad_input, linear.accumulate_into_main_grad, waiting, dtype, linear.recipe)
     return grouped_linear_into(x, weight, offsets, scales, linear.bias, into, form)
 
 

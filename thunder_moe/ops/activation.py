@@ -22,6 +22,7 @@ from thunder_moe.kernels.select import training_kernels
 from thunder_moe.ops import grouped_linear  # noqa: F401  (registers the operators)
 from thunder_moe.ops.grouped_linear import (
     check_offsets,
+    check_recipe,
     check_row_scale,
     int32_offsets,
     needs_gradient,
@@ -150,22 +151,24 @@ def _fake_scaled_activation_backward(
 
 
 def _activated_grouped_linear(
-    y: Tensor, weight: Tensor, offsets: Tensor, scales: Tensor | None = None, bias: Tensor | None = None, *,
-    kind: str = "swiglu", alpha: float = 1.0, limit: float | None = None, up_shift: float = 0.0,
-    interleave: int | None = None,
+    y: Tensor, weight: Tensor, offsets: Tensor, scales: Tensor | None = None, bias: Tensor | None = None,
+    recipe: str | None = None, *, kind: str = "swiglu", alpha: float = 1.0, limit: float | None = None,
+    up_shift: float = 0.0, interleave: int | None = None,
 ) -> Tensor:  # fmt: skip
     form = ActivationForm(kind, alpha, limit, up_shift, interleave)
     _check(y, scales, offsets, form)
     rows = form.run(y, scales, int32_offsets(offsets, y.shape[0], "y"))
     bias_scale = None if bias is None else scales
-    out: Tensor = torch.ops.thunder_moe.grouped_linear(rows, weight, offsets, bias, bias_scale)
+    out: Tensor = torch.ops.thunder_moe.grouped_linear(rows, weight, offsets, bias, bias_scale, recipe)
     return out
 
 
 def _fake_activated_grouped_linear(
-    y: Tensor, weight: Tensor, offsets: Tensor, scales: Tensor | None = None, bias: Tensor | None = None, **form: Any
-) -> Tensor:
+    y: Tensor, weight: Tensor, offsets: Tensor, scales: Tensor | None = None, bias: Tensor | None = None,
+    recipe: str | None = None, **form: Any,
+) -> Tensor:  # fmt: skip
     _check(y, scales, offsets, ActivationForm(**form))
+    check_recipe(recipe, y.dtype)
     return y.new_empty(y.shape[0], weight.shape[1])
 
 
@@ -186,7 +189,7 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Non
 
 
 def _setup_linear_context(ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: dict[str, Any], output: Any) -> None:
-    y, weight, offsets, scales, bias = inputs
+    y, weight, offsets, scales, bias, ctx.recipe = inputs
     needs_y, needs_weight, _, needs_scales = needs_gradient(ctx, 4)
     ctx.save_for_backward(
         y if needs_y or needs_weight or needs_scales else None,
@@ -205,16 +208,18 @@ def _linear_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     needs_y, needs_weight, _, needs_scales, needs_bias = needs_gradient(ctx, 5)
     of_y = of_weight = of_scales = of_bias = None
     if needs_weight:  # first, so that the hidden rows and their gradient are not there at the same time
-        of_weight = ops.grouped_linear_wgrad(ops.scaled_activation(y, scales, offsets, **ctx.form), grad, offsets)
+        rows = ops.scaled_activation(y, scales, offsets, **ctx.form)
+        of_weight = ops.grouped_linear_wgrad(rows, grad, offsets, ctx.recipe)
+        del rows
     if needs_y or needs_scales:
-        of_rows = ops.grouped_linear_dgrad(grad, weight, offsets)
+        of_rows = ops.grouped_linear_dgrad(grad, weight, offsets, ctx.recipe)
         of_y, of_scales = ops.scaled_activation_backward(of_rows, y, scales, offsets, needs_y, needs_scales, **ctx.form)
         del of_rows
         if needs_scales and bias is not None:
             of_scales = (of_scales.float() + ops.grouped_bias_scale_grad(grad, bias, offsets)).to(scales.dtype)
     if needs_bias:
         of_bias = ops.grouped_bias_grad(grad, offsets, scales).to(ctx.bias_dtype)
-    return of_y if needs_y else None, of_weight, None, of_scales if needs_scales else None, of_bias
+    return of_y if needs_y else None, of_weight, None, of_scales if needs_scales else None, of_bias, None
 
 
 register_training_operator(_scaled_activation_backward, _fake_scaled_activation_backward)

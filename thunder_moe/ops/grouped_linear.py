@@ -8,6 +8,7 @@ Called by nn and compilers; calls kernels.select.
     grouped_bias_grad, grouped_bias_scale_grad                      float32 sums in a fixed order
 
 Rows past the last row end may hold anything: results are zero there; in a buffer of the caller they are not written.
+With a `recipe` ("mxfp8" or "fp8") the operands of the products are rounded to 8 bits, as kernels.recipes defines.
 
 Legend: M rows sorted by expert, E experts, N out_features, K in_features; offsets int32 or int64 (E,) row ends.
 """
@@ -21,13 +22,15 @@ import torch
 from torch import Tensor
 
 from thunder_moe.formats.checks import require
-from thunder_moe.kernels.select import training_kernels
+from thunder_moe.kernels.recipes import RECIPES
+from thunder_moe.kernels.select import training_kernels, training_products
 from thunder_moe.ops.checks import check_offset_values
 from thunder_moe.ops.operator import define
 
 __all__ = [
     "check_linear",
     "check_offsets",
+    "check_recipe",
     "check_row_scale",
     "int32_offsets",
     "needs_gradient",
@@ -43,6 +46,18 @@ def check_offsets(offsets: Tensor, experts: int, like: Tensor) -> None:
     wanted = f"shape ({experts},), one row end per expert"
     require(offsets.ndim == 1 and offsets.shape[0] == experts, "offsets", offsets, wanted)
     require(offsets.device == like.device, "offsets", offsets, f"device {like.device}, as x has")
+
+
+def check_recipe(recipe: str | None, dtype: Any) -> None:
+    """Raise ValueError for a name that is no recipe, or a dtype of rows that none takes; a Thunder dtype will do."""
+    if recipe is None:
+        return
+    if recipe not in RECIPES:
+        raise ValueError(f"recipe: got {recipe!r}, wanted one of {RECIPES}, or None for 16-bit products")
+    if str(dtype).removeprefix("torch.").removeprefix("thunder.dtypes.") not in ("bfloat16", "float32"):
+        raise ValueError(
+            f"recipe: got {recipe!r} for {dtype}, wanted bfloat16 or float32, of the weight or by torch.autocast"
+        )
 
 
 def check_row_scale(name: str, scale: Tensor | None, shape: tuple[int, ...], like: Tensor) -> None:
@@ -100,10 +115,14 @@ def _refuse_double_backward(name: str) -> Callable[..., Any]:
 # ---- the linear and its two gradients
 
 
-def check_linear(x: Tensor, weight: Tensor, offsets: Tensor, bias: Tensor | None, bias_scale: Tensor | None) -> None:
+def check_linear(
+    x: Tensor, weight: Tensor, offsets: Tensor, bias: Tensor | None, bias_scale: Tensor | None,
+    recipe: str | None = None,
+) -> None:  # fmt: skip
     require(x.ndim == 2 and x.shape[1] == weight.shape[2], "x", x, f"shape (rows, in_features = {weight.shape[2]})")
     require(x.dtype == weight.dtype, "x", x, f"dtype {weight.dtype}, as the weight has")
     require(x.device == weight.device, "x", x, f"device {weight.device}, as the weight has")
+    check_recipe(recipe, x.dtype)
     check_offsets(offsets, weight.shape[0], x)
     if bias is not None:
         wanted = tuple(weight.shape[:2])
@@ -116,60 +135,67 @@ def check_linear(x: Tensor, weight: Tensor, offsets: Tensor, bias: Tensor | None
 
 
 def _grouped_linear(
-    x: Tensor, weight: Tensor, offsets: Tensor, bias: Tensor | None = None, bias_scale: Tensor | None = None
-) -> Tensor:
-    check_linear(x, weight, offsets, bias, bias_scale)
-    kernels, ends = training_kernels(x.device), int32_offsets(offsets, x.shape[0])
-    out: Tensor = kernels.grouped_mm(x, weight, ends)
+    x: Tensor, weight: Tensor, offsets: Tensor, bias: Tensor | None = None, bias_scale: Tensor | None = None,
+    recipe: str | None = None,
+) -> Tensor:  # fmt: skip
+    check_linear(x, weight, offsets, bias, bias_scale, recipe)
+    ends = int32_offsets(offsets, x.shape[0])
+    out: Tensor = training_products(x.device, recipe).grouped_mm(x, weight, ends)
     if bias is not None:
-        out = kernels.add_bias(out, ends, bias, bias_scale, out=out)
+        out = training_kernels(x.device).add_bias(out, ends, bias, bias_scale, out=out)
     return out
 
 
 def _fake_grouped_linear(
-    x: Tensor, weight: Tensor, offsets: Tensor, bias: Tensor | None = None, bias_scale: Tensor | None = None
-) -> Tensor:
-    check_linear(x, weight, offsets, bias, bias_scale)
+    x: Tensor, weight: Tensor, offsets: Tensor, bias: Tensor | None = None, bias_scale: Tensor | None = None,
+    recipe: str | None = None,
+) -> Tensor:  # fmt: skip
+    check_linear(x, weight, offsets, bias, bias_scale, recipe)
     return x.new_empty(x.shape[0], weight.shape[1])
 
 
 def _grouped_linear_out(
-    x: Tensor, weight: Tensor, offsets: Tensor, bias: Tensor | None, bias_scale: Tensor | None, out: Tensor
-) -> None:
-    check_linear(x, weight, offsets, bias, bias_scale)
-    kernels, ends = training_kernels(x.device), int32_offsets(offsets, x.shape[0])
-    kernels.grouped_mm(x, weight, ends, out=out)
+    x: Tensor, weight: Tensor, offsets: Tensor, bias: Tensor | None, bias_scale: Tensor | None, out: Tensor,
+    recipe: str | None = None,
+) -> None:  # fmt: skip
+    check_linear(x, weight, offsets, bias, bias_scale, recipe)
+    ends = int32_offsets(offsets, x.shape[0])
+    training_products(x.device, recipe).grouped_mm(x, weight, ends, out=out)
     if bias is not None:
-        kernels.add_bias(out, ends, bias, bias_scale, out=out)
+        training_kernels(x.device).add_bias(out, ends, bias, bias_scale, out=out)
 
 
-def _grouped_linear_dgrad(grad: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
+def _grouped_linear_dgrad(grad: Tensor, weight: Tensor, offsets: Tensor, recipe: str | None = None) -> Tensor:
     ends = int32_offsets(offsets, grad.shape[0], "grad")
-    out: Tensor = training_kernels(grad.device).dgrad(grad, weight, ends)
+    out: Tensor = training_products(grad.device, recipe).dgrad(grad, weight, ends)
     return out
 
 
-def _fake_grouped_linear_dgrad(grad: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
+def _fake_grouped_linear_dgrad(grad: Tensor, weight: Tensor, offsets: Tensor, recipe: str | None = None) -> Tensor:
     return grad.new_empty(grad.shape[0], weight.shape[2])
 
 
-def _grouped_linear_dgrad_out(grad: Tensor, weight: Tensor, offsets: Tensor, out: Tensor) -> None:
+def _grouped_linear_dgrad_out(
+    grad: Tensor, weight: Tensor, offsets: Tensor, out: Tensor, recipe: str | None = None
+) -> None:
     ends = int32_offsets(offsets, grad.shape[0], "grad")
-    training_kernels(grad.device).dgrad(grad, weight, ends, out=out)
+    training_products(grad.device, recipe).dgrad(grad, weight, ends, out=out)
 
 
-def _grouped_linear_wgrad(x: Tensor, grad: Tensor, offsets: Tensor) -> Tensor:
-    out: Tensor = training_kernels(x.device).wgrad(x, grad, int32_offsets(offsets, x.shape[0]))
+def _grouped_linear_wgrad(x: Tensor, grad: Tensor, offsets: Tensor, recipe: str | None = None) -> Tensor:
+    out: Tensor = training_products(x.device, recipe).wgrad(x, grad, int32_offsets(offsets, x.shape[0]))
     return out
 
 
-def _fake_grouped_linear_wgrad(x: Tensor, grad: Tensor, offsets: Tensor) -> Tensor:
+def _fake_grouped_linear_wgrad(x: Tensor, grad: Tensor, offsets: Tensor, recipe: str | None = None) -> Tensor:
     return x.new_empty(offsets.shape[0], grad.shape[1], x.shape[1])
 
 
-def _grouped_linear_wgrad_out(x: Tensor, grad: Tensor, offsets: Tensor, main_grad: Tensor, accumulate: bool) -> None:
+def _grouped_linear_wgrad_out(
+    x: Tensor, grad: Tensor, offsets: Tensor, main_grad: Tensor, accumulate: bool, recipe: str | None = None
+) -> None:
     ends = int32_offsets(offsets, x.shape[0])
-    training_kernels(x.device).wgrad(x, grad, ends, out=main_grad, accumulate=accumulate)
+    training_products(x.device, recipe).wgrad(x, grad, ends, out=main_grad, accumulate=accumulate)
 
 
 def _writes_only(*args: Any) -> None:
@@ -177,7 +203,7 @@ def _writes_only(*args: Any) -> None:
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    x, weight, offsets, bias, bias_scale = inputs
+    x, weight, offsets, bias, bias_scale, ctx.recipe = inputs
     needs_x, needs_weight, _, needs_bias, needs_scale = needs_gradient(ctx, 5)
     # Save only what the backward reads: a frozen weight saves no rows.
     ctx.save_for_backward(
@@ -196,11 +222,12 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     ops = torch.ops.thunder_moe
     needs_x, needs_weight, _, needs_bias, needs_scale = needs_gradient(ctx, 5)
     return (
-        ops.grouped_linear_dgrad(grad, weight, offsets) if needs_x else None,
-        ops.grouped_linear_wgrad(x, grad, offsets) if needs_weight else None,
+        ops.grouped_linear_dgrad(grad, weight, offsets, ctx.recipe) if needs_x else None,
+        ops.grouped_linear_wgrad(x, grad, offsets, ctx.recipe) if needs_weight else None,
         None,
         ops.grouped_bias_grad(grad, offsets, bias_scale).to(ctx.bias_dtype) if needs_bias else None,
         ops.grouped_bias_scale_grad(grad, bias, offsets).to(ctx.scale_dtype) if needs_scale else None,
+        None,
     )
 
 

@@ -31,6 +31,7 @@ class Waiting:
     grad: Tensor
     offsets: Tensor
     versions: tuple[int, int, int]
+    recipe: str | None
 
 
 class Queue(deque[Waiting]):
@@ -50,6 +51,7 @@ class Into:
         main_grad: True if the weight's gradient goes into its main_grad.
         waiting: the queue that gets the weight's rows and gradient, which are not multiplied yet.
         dtype: the dtype that the linear computes in.
+        recipe: the 8-bit recipe of its products; None for 16 bits.
     """
 
     out: Tensor | None
@@ -57,6 +59,7 @@ class Into:
     main_grad: bool
     waiting: deque[Waiting] | None
     dtype: torch.dtype
+    recipe: str | None
 
 
 def check_buffer(
@@ -152,9 +155,9 @@ class _GroupedLinearInto(torch.autograd.Function):
         )
         ctx.dtypes = [None if tensor is None else tensor.dtype for tensor in (scales, bias)]
         if into.out is None:
-            out: Tensor = _OPS.grouped_linear(*operands)
+            out: Tensor = _OPS.grouped_linear(*operands, into.recipe)
             return out
-        _OPS.grouped_linear_out(*operands, into.out)
+        _OPS.grouped_linear_out(*operands, into.out, into.recipe)
         torch.autograd.graph.increment_version(into.out)
         return into.out.detach()
 
@@ -177,16 +180,17 @@ class _GroupedLinearInto(torch.autograd.Function):
             if into.waiting is not None:
                 versions = rows._version, grad._version, offsets._version
                 # Detached tensors share the versions, and keep no graph.
-                into.waiting.append(Waiting(ctx.owner.weight, rows.detach(), grad.detach(), offsets, versions))
+                operands = rows.detach(), grad.detach(), offsets
+                into.waiting.append(Waiting(ctx.owner.weight, *operands, versions, into.recipe))
             else:
                 owner = ctx.owner.weight if main_grad else weight
-                of_weight = _weight_gradient(owner, rows, grad, offsets, main_grad)
+                of_weight = _weight_gradient(owner, rows, grad, offsets, main_grad, into.recipe)
         if needs_bias:
             of_bias = _OPS.grouped_bias_grad(grad, offsets, scales).to(bias_dtype)
         if needs_scales and bias is not None:
             of_scales = _OPS.grouped_bias_scale_grad(grad, bias, offsets)
         if form is not None and (needs_x or needs_scales):
-            of_rows = _OPS.grouped_linear_dgrad(grad, weight.to(into.dtype), offsets)
+            of_rows = _OPS.grouped_linear_dgrad(grad, weight.to(into.dtype), offsets, into.recipe)
             of_x, more = _OPS.scaled_activation_backward(
                 of_rows, x, scales, offsets, needs_x, needs_scales, **form.options
             )
@@ -198,11 +202,11 @@ class _GroupedLinearInto(torch.autograd.Function):
             buffer = into.grad_input
             # The buffer may hold `grad` itself, if the next layer was given the same buffer.
             if buffer is not None and buffer.dtype == into.dtype and not _overlap(buffer, grad):
-                _OPS.grouped_linear_dgrad_out(grad, weight.to(into.dtype), offsets, buffer)
+                _OPS.grouped_linear_dgrad_out(grad, weight.to(into.dtype), offsets, buffer, into.recipe)
                 torch.autograd.graph.increment_version(buffer)
                 of_x = buffer
             else:
-                of_x = _OPS.grouped_linear_dgrad(grad, weight.to(into.dtype), offsets)
+                of_x = _OPS.grouped_linear_dgrad(grad, weight.to(into.dtype), offsets, into.recipe)
                 of_x = _put(of_x.to(ctx.x_dtype), buffer, offsets)
         if of_scales is not None:
             of_scales = of_scales.to(scales_dtype)
@@ -254,7 +258,7 @@ def run_waiting(waiting: deque[Waiting], main_grad: bool) -> None:
                 " (out, grad_input) may be written again only after it"
             )
     with torch.no_grad():
-        grad = _weight_gradient(weight, pair.rows, pair.grad, pair.offsets, main_grad)
+        grad = _weight_gradient(weight, pair.rows, pair.grad, pair.offsets, main_grad, pair.recipe)
     waiting.popleft()
     if grad is None:
         with torch.enable_grad():
@@ -276,7 +280,9 @@ class _Visit(torch.autograd.Function):
         return None
 
 
-def _weight_gradient(weight: Tensor, rows: Tensor, grad: Tensor, offsets: Tensor, main_grad: bool) -> Tensor | None:
+def _weight_gradient(
+    weight: Tensor, rows: Tensor, grad: Tensor, offsets: Tensor, main_grad: bool, recipe: str | None
+) -> Tensor | None:
     """Return the gradient for autograd. With main_grad, add it there and return None, or zeros that fire the hooks of
     a parameter with `grad_added_to_main_grad`.
 
@@ -285,7 +291,7 @@ def _weight_gradient(weight: Tensor, rows: Tensor, grad: Tensor, offsets: Tensor
             and device.
     """
     if not main_grad:
-        of_weight: Tensor = _OPS.grouped_linear_wgrad(rows, grad, offsets)
+        of_weight: Tensor = _OPS.grouped_linear_wgrad(rows, grad, offsets, recipe)
         return of_weight.to(weight.dtype)
     buffer = getattr(weight, "main_grad", None)
     if not isinstance(buffer, Tensor):
@@ -301,10 +307,10 @@ def _weight_gradient(weight: Tensor, rows: Tensor, grad: Tensor, offsets: Tensor
         raise ValueError(f"main_grad: got strides {buffer.stride()}, wanted a contiguous tensor")
     accumulate = not getattr(weight, "overwrite_main_grad", False)
     if buffer.dtype == torch.float32:
-        _OPS.grouped_linear_wgrad_out(rows, grad, offsets, buffer, accumulate)
+        _OPS.grouped_linear_wgrad_out(rows, grad, offsets, buffer, accumulate, recipe)
         torch.autograd.graph.increment_version(buffer)
     else:  # the product is rounded, then the sum
-        added: Tensor = _OPS.grouped_linear_wgrad(rows, grad, offsets)
+        added: Tensor = _OPS.grouped_linear_wgrad(rows, grad, offsets, recipe)
         buffer.add_(added) if accumulate else buffer.copy_(added)
     if not hasattr(weight, "grad_added_to_main_grad"):
         return None

@@ -1,6 +1,6 @@
 """The registry of expert families: kinds of modules that quantize_ replaces, each with its match, convert and restore.
-Called by choose and quantize, which loop over it, and by grouped_experts, dense_linears and integrations.huggingface,
-whose families derive from `ExpertFamily`; calls nothing of the package.
+Called by choose, quantize and finetune, which loop over it, and by grouped_experts, dense_linears and
+integrations.huggingface, whose families derive from `ExpertFamily`; calls nothing of the package.
 """
 
 from __future__ import annotations
@@ -106,6 +106,14 @@ class ExpertFamily:
     def put(self, parent: nn.Module, name: str, module: nn.Module) -> None:
         """Makes a converted or restored module the child of a parent."""
         setattr(parent, name, module)
+
+    def obstacle_to_recipe(self, module: nn.Module) -> str | None:
+        """Return why a 16-bit module cannot have an 8-bit recipe; None if it can."""
+        return None
+
+    def set_recipe(self, module: nn.Module, recipe: str | None) -> None:
+        """Let a 16-bit module multiply by an 8-bit recipe, or without one, for `prepare_8bit_training_`."""
+        raise NotImplementedError
 
     def finish(self, model: nn.Module) -> None:
         """Update the model at the end of `quantize_`, `dequantize_`, `prepare_qat_` and `finish_qat_`."""

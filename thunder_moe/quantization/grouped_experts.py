@@ -21,7 +21,7 @@ from thunder_moe.training import GroupedMLP, NVFP4GroupedMLP
 
 __all__ = ["FAMILIES", "GroupedExperts"]
 
-_OPTIONS = ("accumulate_into_main_grad", "delay_wgrad")
+_OPTIONS = ("accumulate_into_main_grad", "delay_wgrad", "recipe")
 
 
 class GroupedExperts(ExpertFamily):
@@ -53,6 +53,10 @@ class GroupedExperts(ExpertFamily):
         return [
             (linear.out_features * (2 if linear in fused else 1), linear.in_features) for linear in _linears(module)
         ]
+
+    def set_recipe(self, module: nn.Module, recipe: str | None) -> None:
+        for linear in _linears(module):
+            linear.recipe = recipe
 
     def convert(self, module: nn.Module, run: Quantization) -> nn.Module:
         if isinstance(module, GroupedLinear):

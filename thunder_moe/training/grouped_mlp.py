@@ -46,6 +46,7 @@ class GroupedMLP(nn.Module):
         device: of the parameters.
         accumulate_into_main_grad: for both projections, as in `GroupedLinear`.
         delay_wgrad: for both projections, as in `GroupedLinear`.
+        recipe: for both projections, as in `GroupedLinear`; the activation itself is computed in float32.
 
     Raises:
         ValueError: a size that is not a positive integer, one that the activation's interleave size does not divide.
@@ -63,6 +64,7 @@ class GroupedMLP(nn.Module):
         device: torch.device | str | None = None,
         accumulate_into_main_grad: bool = False,
         delay_wgrad: bool = False,
+        recipe: str | None = None,
     ) -> None:
         super().__init__()
         require_at_least(1, "hidden_size", hidden_size)
@@ -73,6 +75,7 @@ class GroupedMLP(nn.Module):
             device=device,
             accumulate_into_main_grad=accumulate_into_main_grad,
             delay_wgrad=delay_wgrad,
+            recipe=recipe,
         )
         activation = ScaledSwiGLU() if activation is None else activation
         require_type("activation", activation, nn.Module, "a module, such as ScaledSwiGLU(), or None for that")
@@ -121,7 +124,9 @@ class GroupedMLP(nn.Module):
         if out is None and not down._writes():
             weight, bias = down.local_parameters()
             rows, weight = autocast(y, weight)
-            result = torch.ops.thunder_moe.activated_grouped_linear(rows, weight, offsets, scales, bias, **form.options)
+            result = torch.ops.thunder_moe.activated_grouped_linear(
+                rows, weight, offsets, scales, bias, down.recipe, **form.options
+            )
             return result
         refuse_traced(down, y, out=out)
         result = run_into(down, y, offsets, scales, out, None, form)

@@ -766,6 +766,23 @@ def test_implementation_under_thunder(kind):
     assert len(rewrite_report(function).rewritten) == 2
 
 
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::thunder_moe.compilers.report.RewriteWarning")
+@pytest.mark.parametrize("kind", COMPILED)
+def test_experts_with_an_8_bit_recipe_under_thunder(kind):
+    import thunder
+
+    from thunder_moe import moe_executor, prepare_8bit_training_
+
+    experts = prepare_8bit_training_(make_experts(*KINDS[kind]), "fp8")
+    function = thunder.jit(experts, executors=[moe_executor])
+    x, ids, weights = routing()
+    out, expected = function(x, ids, weights), experts(x, ids, weights)
+    assert relative_error(out, expected) < 1e-5
+    (of_compiled,) = torch.autograd.grad(out.sum(), experts.down_proj)
+    assert relative_error(of_compiled, torch.autograd.grad(expected.sum(), experts.down_proj)[0]) < 1e-5
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.slow
 def test_quantized_experts_under_thunder(kind):

@@ -193,7 +193,7 @@ def test_add_bias(device, dtype, n, in_place):
 def test_rows_past_the_end_become_zeros(device):
     rows = torch.full((9, 5), float("nan"), device=device)
     rows[:4] = 1
-    got = training._zero_past_end(rows, torch.tensor([0, 4], device=device))
+    got = training.zero_past_end(rows, torch.tensor([0, 4], device=device))
     assert torch.equal(got.cpu(), torch.tensor([[1.0], [0.0]]).repeat_interleave(torch.tensor([4, 5]), 0).expand(9, 5))
 
 

@@ -27,6 +27,7 @@ from thunder_moe.kernels.cuda import (
     low_rank,
     nvrtc,
     prepared,
+    recipes,
     router,
     training,
     wgrad,
@@ -101,6 +102,16 @@ OTHERS = {
             "add_bias<1, 1, true>",
             "add_bias<0, -1, false>",
             "zero_past_end<1>",
+        ],
+    ),
+    cuda_arguments.RecipeArguments: (
+        recipes.SOURCES,
+        [
+            *(f"quantize_rows<{dtype}, {mx}, false, 32>" for dtype in range(2) for mx in ("true", "false")),
+            *(f"quantize_rows<1, false, true, {per_row}>" for per_row in (32, 256, 512)),
+            *(f"column_amax<{dtype}>" for dtype in range(2)),
+            *(f"quantize_columns<{dtype}, {mx}, false>" for dtype in range(2) for mx in ("true", "false")),
+            "quantize_columns<1, false, true>",
         ],
     ),
     cuda_arguments.WgradArguments: (

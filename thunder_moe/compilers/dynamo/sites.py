@@ -166,6 +166,7 @@ def site_of(
         hidden_training=requires_grad and (scope.differentiates_itself or is_hidden_training_forward()),
         changed=None if weight is None else weights.reason_against_packing(weight),
         distributed=local_data(mat_b) is not mat_b,
+        recipe=given(node).get("recipe"),
     )
     gemm = in_chosen_format(gemm)
     reason = decline_reason(gemm) or scope.refusal

@@ -97,6 +97,7 @@ def _site(
         hidden_training=requires_grad and is_hidden_training_forward(),
         changed=None if weight is None else program.reason_against_packing([computation.storage(weight.name)]),
         distributed=is_dtensor_proxy(b),
+        recipe=bsym.args[5] if trained and len(bsym.args) > 5 else None,
     )
     gemm = in_chosen_format(gemm)
     reason = decline_reason(gemm)

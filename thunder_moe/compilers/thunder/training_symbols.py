@@ -2,9 +2,9 @@
 Called by executor.py, which puts them in the place of the operators, sites.py and rewrite.py; calls symbols.py for the
 grouped GEMM, and the operators of ops.grouped_linear and ops.activation.
 
-    grouped_linear            -> moe_grouped_mm (own) -> moe_grouped_bias
+    grouped_linear            -> moe_grouped_mm (own) -> moe_grouped_bias; with an 8-bit recipe moe_recipe_linear
     activated_grouped_linear  -> moe_scaled_activation -> the same, where the weight is frozen: the rewrite finds it;
-                                 moe_activated_linear where it is trained, which recomputes the rows of the GEMM
+                                 moe_activated_linear where it is trained or has a recipe, which recomputes the rows
 
 Legend: M rows, E experts, N out_features, D columns before the activation, I intermediate_size.
 """
@@ -43,6 +43,14 @@ _linear_dgrad, _linear_wgrad, _bias_grad, _bias_scale_grad, _activation_backward
         "scaled_activation_backward",
     )
 )  # fmt: skip
+
+
+def _recipe_linear_gradient(x: TensorProxy, weight: TensorProxy, offsets: TensorProxy, *recipe: Any) -> TensorProxy:
+    out: TensorProxy = recipe_linear(x, weight, offsets, *recipe)
+    grad = get_grad(out)
+    put_grad(x, _linear_dgrad(grad, weight, offsets, recipe[-1]))
+    put_grad(weight, _linear_wgrad(x, grad, offsets, recipe[-1]))
+    return out
 
 
 def _grouped_bias_gradient(
@@ -87,14 +95,14 @@ def _scaled_activation_gradient(
 
 def _activated_linear_gradient(
     y: TensorProxy, weight: TensorProxy, offsets: TensorProxy, scales: TensorProxy | None, bias: TensorProxy | None,
-    **form: Any,
+    recipe: str | None, **form: Any,
 ) -> TensorProxy:  # fmt: skip
-    out: TensorProxy = activated_linear(y, weight, offsets, scales, bias, **form)
+    out: TensorProxy = activated_linear(y, weight, offsets, scales, bias, recipe, **form)
     grad = get_grad(out)
-    of_rows = _linear_dgrad(grad, weight, offsets)
+    of_rows = _linear_dgrad(grad, weight, offsets, recipe)
     of_y, of_scales = _activation_backward(of_rows, y, scales, offsets, True, scales is not None, **form)
     put_grad(y, of_y)
-    put_grad(weight, _linear_wgrad(scaled_activation(y, scales, offsets, **form), grad, offsets))
+    put_grad(weight, _linear_wgrad(scaled_activation(y, scales, offsets, **form), grad, offsets, recipe))
     if scales is not None:
         if bias is not None:
             of_scales = (of_scales.float() + _bias_scale_grad(grad, bias, offsets)).to(scales.dtype)
@@ -104,6 +112,7 @@ def _activated_linear_gradient(
     return out
 
 
+recipe_linear = register("moe_recipe_linear", _OPS.grouped_linear, _recipe_linear_gradient)
 grouped_bias = register("moe_grouped_bias", _OPS.grouped_bias, _grouped_bias_gradient)
 gate_up_bias = register("moe_gate_up_bias", deinterleave, _gate_up_bias_gradient)  # (E, 2I), the gate's part first
 _interleaved = register("moe_gate_up_bias_grad", interleave)
@@ -120,23 +129,26 @@ def _int32(offsets: TensorProxy) -> TensorProxy:
 
 def linear_call(
     x: TensorProxy, weight: TensorProxy, offsets: TensorProxy, bias: TensorProxy | None = None,
-    bias_scale: TensorProxy | None = None,
+    bias_scale: TensorProxy | None = None, recipe: str | None = None,
 ) -> TensorProxy:  # fmt: skip
     """Trace `grouped_linear`."""
-    check_linear(x, weight, offsets, bias, bias_scale)
+    check_linear(x, weight, offsets, bias, bias_scale, recipe)
     ends = _int32(offsets)
-    out = grouped_mm(x, ltorch.transpose(weight, 1, 2), ends, None, True)
+    if recipe is None:
+        out = grouped_mm(x, ltorch.transpose(weight, 1, 2), ends, None, True)
+    else:
+        out = recipe_linear(x, weight, ends, None, None, recipe)
     return out if bias is None else grouped_bias(out, ends, bias, bias_scale, None)
 
 
 def activated_linear_call(
     y: TensorProxy, weight: TensorProxy, offsets: TensorProxy, scales: TensorProxy | None = None,
-    bias: TensorProxy | None = None, **form: Any,
+    bias: TensorProxy | None = None, recipe: str | None = None, **form: Any,
 ) -> TensorProxy:  # fmt: skip
     """Trace `activated_grouped_linear`."""
     ends = _int32(offsets)
-    if weight.requires_grad and get_compile_data().is_grad_enabled:
-        return activated_linear(y, weight, ends, scales, bias, **form)
+    if recipe is not None or (weight.requires_grad and get_compile_data().is_grad_enabled):
+        return activated_linear(y, weight, ends, scales, bias, recipe, **form)
     rows = scaled_activation(y, None, ends, **form)
     out = grouped_mm(rows, ltorch.transpose(weight, 1, 2), ends, None, True)
     return out if bias is None and scales is None else grouped_bias(out, ends, bias, None, scales)

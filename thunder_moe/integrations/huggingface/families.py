@@ -10,7 +10,13 @@ from typing import Any
 from torch import Tensor, nn
 
 from thunder_moe.integrations.huggingface.experts import NVFP4Experts, expert_weights, quantized_experts
-from thunder_moe.integrations.huggingface.forms import form_of, has_experts, not_plain_experts, stored_weights
+from thunder_moe.integrations.huggingface.forms import (
+    form_of,
+    has_experts,
+    has_interface,
+    not_plain_experts,
+    stored_weights,
+)
 from thunder_moe.integrations.huggingface.routers import RowOrders, fuse_routers, restore_routers
 from thunder_moe.integrations.huggingface.saving import mark_quantized
 from thunder_moe.integrations.huggingface.sharded_forward import sharding_of
@@ -57,6 +63,17 @@ class TransformersExperts(ExpertFamily):
     def restore(self, module: nn.Module, memo: dict[Any, Any]) -> nn.Module:
         assert isinstance(module, NVFP4Experts)
         return module.dequantized(memo)
+
+    def obstacle_to_recipe(self, module: nn.Module) -> str | None:
+        if not has_interface(module):
+            return f"{type(module).__name__} does not have transformers' experts interface"
+        if any(hasattr(parameter, "device_mesh") for parameter, _ in self.weights(module)):
+            return "processes share its weights, wanted whole ones; call fully_shard afterwards"
+        return None
+
+    def set_recipe(self, module: nn.Module, recipe: str | None) -> None:
+        config: Any = module.config  # one for all layers
+        config._experts_implementation = "grouped_mm" if recipe is None else f"thunder_moe_{recipe}"
 
     def finish(self, model: nn.Module) -> None:
         mark_quantized(model)

@@ -37,6 +37,7 @@ __all__ = [
     "form_of",
     "fused_gate",
     "has_experts",
+    "has_interface",
     "not_plain_experts",
     "require_form",
     "stored_weights",
@@ -135,10 +136,14 @@ class ExpertsForm:
         return f"{text}, own norm" if self.post_norm else text
 
 
+def has_interface(module: nn.Module) -> bool:
+    """True if a module is of transformers' experts interface."""
+    return all(hasattr(module, name) for name in _INTERFACE) and hasattr(module, "_apply_gate")
+
+
 def has_experts(module: nn.Module) -> bool:
     """True if a module is of transformers' experts interface or one of `_OTHERS`, customized or not."""
-    interface = all(hasattr(module, name) for name in _INTERFACE) and hasattr(module, "_apply_gate")
-    return interface or any(key(cls) in _OTHERS for cls in type(module).__mro__)
+    return has_interface(module) or any(key(cls) in _OTHERS for cls in type(module).__mro__)
 
 
 def not_plain_experts(module: nn.Module) -> str | None:
@@ -197,7 +202,7 @@ def _not_plain_nvfp4(module: nn.Module) -> str | None:
 def form_of(module: nn.Module) -> ExpertsForm | None:
     """Return the form of an experts module of transformers (on any device, "meta" too); None for any other module."""
     other = next((_OTHERS[row] for cls in type(module).__mro__ if (row := key(cls)) in _OTHERS), None)
-    if other is None and not (all(hasattr(module, name) for name in _INTERFACE) and hasattr(module, "_apply_gate")):
+    if other is None and not has_interface(module):
         return None
     down = module._parameters.get("down_proj")
     if down is None or down.ndim != 3 or down.dtype not in WEIGHT_DTYPES:

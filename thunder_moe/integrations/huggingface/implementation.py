@@ -1,5 +1,7 @@
-"""The experts of a transformers layer on NVFP4 weights, and its experts implementation "thunder_moe".
-Called by experts and, once imported, by transformers; calls ops.experts, weight_cache and compilers.safety.
+"""The experts of a transformers layer on NVFP4 weights, and its experts implementation "thunder_moe"; the experts
+implementations "thunder_moe_mxfp8" and "thunder_moe_fp8", which train in 8 bits.
+Called by experts and, once imported, by transformers; calls ops.experts, ops.grouped_linear, nn.grouped_linear,
+weight_cache and compilers.safety.
 
 Legend: T tokens, A = top_k, M = T * A rows, E experts, H hidden_size.
 """
@@ -7,6 +9,7 @@ Legend: T tokens, A = top_k, M = T * A rows, E experts, H hidden_size.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -27,7 +30,9 @@ from thunder_moe.integrations.huggingface.forms import (
     require_form,
     stored_weights,
 )
+from thunder_moe.kernels.recipes import RECIPES
 from thunder_moe.nn.autocast import autocast_rows
+from thunder_moe.nn.grouped_linear import autocast
 from thunder_moe.nn.lora import LoRALinear
 from thunder_moe.ops import experts_lora  # noqa: F401  (registers the operator)
 from thunder_moe.ops.experts import moe_experts
@@ -123,7 +128,7 @@ def thunder_moe_experts(self: nn.Module, hidden_states: Tensor, top_k_index: Ten
     if torch.compiler.is_compiling():
         if torch.compiler.is_dynamo_compiling():
             _require_backend()
-        return _run_16_bit(self, *inputs)
+        return _run_trained(self, *inputs)
     if parametrize.is_parametrized(self):  # its weights are computed at each access (PEFT's LoRA, for one)
         return grouped_mm_experts_forward(self, *inputs)
     form = _form_now(self)
@@ -151,8 +156,9 @@ def _form_now(module: nn.Module) -> ExpertsForm:
     return form
 
 
-def _run_16_bit(module: Any, hidden: Tensor, ids: Tensor, slot_weight: Tensor) -> Tensor:
-    """Run transformers' grouped_mm, written in operations that both compilers trace (Thunder lacks histc, for one)."""
+def _run_trained(module: Any, hidden: Tensor, ids: Tensor, slot_weight: Tensor, recipe: str | None = None) -> Tensor:
+    """Run transformers' grouped_mm, written in operations that both compilers trace (Thunder lacks histc, for one);
+    with an 8-bit recipe its products are `grouped_linear`."""
     first = module.gate_up_proj if module.has_gate else module.up_proj
     experts, top_k = first.shape[0], ids.shape[1]
     ids = ids.reshape(-1)  # [M]
@@ -165,7 +171,11 @@ def _run_16_bit(module: Any, hidden: Tensor, ids: Tensor, slot_weight: Tensor) -
 
     def linear(rows: Tensor, name: str) -> Tensor:
         weight = getattr(module, name)
-        rows = F.grouped_mm(rows, weight if module.is_transposed else weight.transpose(-2, -1), offs=offsets)
+        if recipe is None:
+            rows = F.grouped_mm(rows, weight if module.is_transposed else weight.transpose(-2, -1), offs=offsets)
+        else:
+            rows, weight = autocast(rows, weight.transpose(-2, -1) if module.is_transposed else weight)
+            rows = torch.ops.thunder_moe.grouped_linear(rows, weight, offsets, None, None, recipe)
         rows = rows + getattr(module, f"{name}_bias")[expert] if module.has_bias else rows
         return rows if live is None else torch.where(live, rows, 0)
 
@@ -194,3 +204,5 @@ def _check_backend() -> None:
 _constant: Any = torch.compiler.assume_constant_result
 _require_backend: Callable[[], None] = _constant(_check_backend)
 ALL_EXPERTS_FUNCTIONS.register("thunder_moe", thunder_moe_experts)
+for _recipe in RECIPES:
+    ALL_EXPERTS_FUNCTIONS.register(f"thunder_moe_{_recipe}", partial(_run_trained, recipe=_recipe))

@@ -22,6 +22,7 @@ __all__ = [
     "PackedLinearArguments",
     "QuantizeArguments",
     "RankWgradArguments",
+    "RecipeArguments",
     "RouteArguments",
     "RouterArguments",
     "RouterLinearArguments",
@@ -212,6 +213,16 @@ class BiasArguments(ctypes.Structure):
             (name, ctypes.c_int)
             for name in ("wide_offsets", "scale_dtype", "scales_dtype", "keep_tail", "block_columns")
         ),
+    )
+
+
+class RecipeArguments(ctypes.Structure):
+    """In recipes.cu."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("values", "ends", "out", "scales", "amax", "code_ends")),
+        *((name, ctypes.c_int64) for name in ("rows", "code_rows")),
+        *((name, ctypes.c_int) for name in ("columns", "num_experts", "group_rows")),
     )
 
 

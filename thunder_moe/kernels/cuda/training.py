@@ -1,6 +1,7 @@
 """The kernels of training on CUDA: grouped GEMMs with zeros past the end and their gradients, biases, activations.
 Called through kernels/select.py, with the functions of kernels/training_reference.py; calls launch.py
-for src/activation.cu and src/bias.cu, backend.py, linear.py, low_rank.py and wgrad.py beside it, and torch._grouped_mm.
+for src/activation.cu and src/bias.cu, backend.py, linear.py, low_rank.py, recipes.py and wgrad.py beside it, and
+torch._grouped_mm.
 
 Nothing synchronizes with the host. torch's grouped GEMM does so in float16 and float32, and on some devices: it is not
 called there. Nothing is added by atomics. Operands may have any strides and alignment: operands that kernels cannot
@@ -11,6 +12,7 @@ Legend: M rows sorted by expert, E experts, N out_features, K in_features, I fea
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import NamedTuple
 
@@ -31,6 +33,7 @@ from thunder_moe.kernels.cuda.chain import launched
 from thunder_moe.kernels.cuda.configs import COMMON
 from thunder_moe.kernels.cuda.launch import launch
 from thunder_moe.kernels.cuda.operands import aligned, target
+from thunder_moe.kernels.cuda.recipes import CudaProducts, quantize, quantize_columns
 from thunder_moe.kernels.select import select
 from thunder_moe.kernels.specs import LinearSpec
 from thunder_moe.routing import gather_rows
@@ -46,12 +49,16 @@ __all__ = [
     "grouped_mm",
     "grouped_mm_low_rank",
     "grouped_mm_low_rank_dgrad",
+    "quantize",
+    "quantize_columns",
+    "quantized_products",
     "scaled_srelu",
     "scaled_srelu_gradient",
     "scaled_swiglu",
     "scaled_swiglu_gradient",
     "swiglu_gradient_and_value",
     "wgrad",
+    "zero_past_end",
 ]
 
 ACTIVATION = (COMMON, COMMON.with_name("activation.cu"))
@@ -94,7 +101,7 @@ def grouped_mm(rows: Tensor, weight: Tensor, offsets: Tensor, out: Tensor | None
         if not padded and given is out:
             return product
     product = product[:, :n]
-    return add_bias(product, offsets, out=out) if out is not None else _zero_past_end(product, offsets)
+    return add_bias(product, offsets, out=out) if out is not None else zero_past_end(product, offsets)
 
 
 def grouped_mm_low_rank(rows: Tensor, weight: NVFP4Weight, offsets: Tensor, inner: Tensor, b: Tensor) -> Tensor:
@@ -169,6 +176,11 @@ def wgrad(rows: Tensor, grad: Tensor, offsets: Tensor, out: Tensor | None = None
         result = rows.new_empty(experts, grad.shape[1], rows.shape[1])
         wgrads.wgrad(rows, grad, offsets, result, False)
     return result if result.shape[1:] == (n, k) else result[:, :n, :k].contiguous()
+
+
+def quantized_products(recipe: str) -> CudaProducts:
+    """Return `grouped_mm`, `dgrad` and `wgrad` of operands that a recipe rounds."""
+    return CudaProducts(sys.modules[__name__], recipe)
 
 
 def add_bias(
@@ -332,7 +344,7 @@ def _multiply(rows: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
     return product
 
 
-def _zero_past_end(rows: Tensor, offsets: Tensor) -> Tensor:
+def zero_past_end(rows: Tensor, offsets: Tensor) -> Tensor:
     """Return the rows (M, N), contiguous, with zeros past the last row end."""
     rows, offsets = rows.contiguous(), offsets.contiguous()
     argument = BiasArguments(

@@ -1,0 +1,65 @@
+"""Training blocks in 8 bits under both compilers: the numbers of eager mode, one graph for all routings, no NVFP4.
+Called by pytest; judged by eager modules, which tests/training/test_recipes.py compares with the fp64 oracle.
+"""
+
+import copy
+
+import pytest
+import torch
+from both_compilers import compile_by, decisions
+from oracle import relative_error
+
+from thunder_moe import GroupedLinear, GroupedMLP, GroupedSwiGLU, offsets_from_splits
+
+MODES = ["dynamo-aot_eager", pytest.param("thunder", marks=pytest.mark.slow)]
+pytestmark = pytest.mark.filterwarnings("ignore::thunder_moe.compilers.report.RewriteWarning")
+
+
+def leaves_and_result(run, module, splits, scaled):
+    torch.manual_seed(1)
+    x, scales, grad = torch.randn(40, 32), torch.rand(40), torch.randn(40, 32)
+    live = sum(splits)
+    x[live:] = scales[live:] = grad[live:] = float("nan")
+    x.requires_grad_(), scales.requires_grad_()
+    out = run(x, offsets_from_splits(splits), *([scales] if scaled else []))
+    module.zero_grad()
+    out.backward(grad)
+    parameters = [p.grad for p in module.parameters() if p.requires_grad]
+    return [out.detach(), x.grad, *([scales.grad] if scaled else []), *parameters]
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("recipe", ["mxfp8", "fp8"])
+@pytest.mark.parametrize("frozen", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_compiled_blocks_train_as_eager_ones(mode, recipe, frozen):
+    mlp = GroupedMLP(3, 32, 48, bias=True, recipe=recipe)
+    mlp.down_proj.weight.requires_grad_(not frozen)
+    eager, run = copy.deepcopy(mlp), compile_by(mode, mlp)
+    for splits in ([4, 0, 33], [0, 37, 0], [40, 0, 0]):
+        results = leaves_and_result(run, mlp, splits, True), leaves_and_result(eager, eager, splits, True)
+        for got, wanted in zip(*results, strict=True):
+            assert relative_error(got, wanted) < 1e-5
+            assert got.isfinite().all()
+    assert set(decisions(run)) <= {"16-bit"}
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_frozen_blocks_keep_their_recipe(mode):
+    block = GroupedSwiGLU(3, 32, 48, dtype=torch.bfloat16).requires_grad_(False)
+    for linear in block.children():
+        linear.recipe = "fp8"
+    x, ends = torch.randn(11, 32).to(torch.bfloat16), offsets_from_splits([4, 0, 7])
+    run = compile_by(mode, block)
+    assert relative_error(run(x, ends), block(x, ends)) < 4e-3
+    assert set(decisions(run)) <= {"16-bit"}
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_no_graph_is_compiled_again_for_another_routing(mode):
+    linear = GroupedLinear(3, 32, 32, recipe="fp8")
+    counted = torch._dynamo.testing.CompileCounter()
+    run = compile_by(mode, linear) if mode == "thunder" else torch.compile(linear, backend=counted, fullgraph=True)
+    for splits in ([4, 0, 7], [0, 0, 11], [1, 2, 3]):
+        ends, x = offsets_from_splits(splits), torch.randn(11, 32)
+        assert relative_error(run(x, ends), linear(x, ends)) < 1e-6
+    assert mode == "thunder" or counted.frame_count == 1
