@@ -1,4 +1,4 @@
-"""Claim NVFP4 and MXFP8 checkpoints for the quantization method "thunder_moe" and make configurations, 16-bit ones too.
+"""Claim NVFP4, MXFP8 and MXFP4 checkpoints for the method "thunder_moe" and make configurations, 16-bit ones too.
 Called by vLLM after plugin has registered it; calls methods and linears for the layers that our kernels run.
 
 vLLM asks every method of its registry whether it claims a checkpoint, plugins' methods before its own. A configuration
@@ -28,6 +28,7 @@ from vllm.model_executor.layers.quantization.modelopt import (
     ModelOptNvFp4Config,
     ModelOptQuantConfigBase,
 )
+from vllm.model_executor.layers.quantization.mxfp4 import GptOssMxfp4Config, GptOssMxfp4MoEMethod
 from vllm.model_executor.layers.quantization.online.base import OnlineQuantizationConfig
 from vllm.model_executor.layers.quantization.utils.quant_utils import kNvfp4Static
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
@@ -41,12 +42,14 @@ from thunder_moe.integrations.vllm.linears import (
     modelopt_linear_method,
 )
 from thunder_moe.integrations.vllm.methods import compressed_tensors_method, modelopt_method, mxfp8_method
+from thunder_moe.integrations.vllm.mxfp4 import mxfp4_method
 from thunder_moe.integrations.vllm.online import ThunderOnlineMoEMethod
 
 __all__ = [
     "MODELS",
     "NAME",
     "ThunderCompressedTensorsConfig",
+    "ThunderGptOssMxfp4Config",
     "ThunderModelOptMixedPrecisionConfig",
     "ThunderModelOptMxFp8Config",
     "ThunderModelOptNvFp4Config",
@@ -141,6 +144,13 @@ class ThunderCompressedTensorsConfig(CompressedTensorsConfig):  # type: ignore[m
         return super()._get_scheme_from_parts(weight_quant, input_quant, output_quant, format, layer_name)
 
 
+class ThunderGptOssMxfp4Config(_Dtypes, GptOssMxfp4Config):  # type: ignore[misc]
+    """Read GPT-OSS as OpenAI released it, with experts in MXFP4 and all else in 16 bits."""
+
+    def _make_moe_method(self, moe: Any) -> Any:
+        return mxfp4_method(moe, GptOssMxfp4MoEMethod)
+
+
 def _format(args: QuantizationArgs | None) -> BlockFormat | None:
     """Return our number format for compressed-tensors' description of a quantization; None for other ones."""
     if args is not None and CompressedTensorsConfig._is_nvfp4_format(args):
@@ -207,10 +217,11 @@ class ThunderQuantizationConfig(ModelOptQuantConfigBase):  # type: ignore[misc]
     def override_quantization_method(
         cls, hf_quant_cfg: dict[str, Any], user_quant: str | None, hf_config: Any = None
     ) -> str | None:
-        """Claim a checkpoint with NVFP4 or MXFP8 layers; the log says why such a checkpoint is not claimed.
+        """Claim a checkpoint with NVFP4, MXFP8 or MXFP4 layers; the log says why such a checkpoint is not claimed.
 
-        Claimed checkpoints of `MODELS` get our model class by its name in `architectures`. GPT-OSS is claimed also on
-        devices where vLLM's kernels would run it, since vLLM's model silently drops biases: our class raises there.
+        Claimed checkpoints of `MODELS` get our model class by its name in `architectures`. GPT-OSS in NVFP4 or MXFP8 is
+        claimed also on devices where vLLM's kernels would run it, since vLLM's model silently drops biases: our class
+        raises there.
 
         Args:
             hf_quant_cfg: quantization_config of the checkpoint.
@@ -225,15 +236,18 @@ class ThunderQuantizationConfig(ModelOptQuantConfigBase):  # type: ignore[misc]
         """
         config_class = _config_class(hf_quant_cfg)
         architectures = getattr(hf_config, "architectures", None) or []
+        if config_class is ThunderGptOssMxfp4Config and "GptOssForCausalLM" not in architectures:
+            config_class = None
         gpt_oss = any("GptOssFor" in name for name in architectures)
+        drops_biases = gpt_oss and config_class is not ThunderGptOssMxfp4Config
         reason = None
         if config_class is None:
-            reason = "the checkpoint has no NVFP4 or MXFP8 layers"
+            reason = "the checkpoint has no NVFP4 or MXFP8 layers, and no GPT-OSS in MXFP4"
         elif user_quant not in (None, NAME):
             reason = f"--quantization {user_quant} was asked for"
-            if gpt_oss and config_class is not ThunderCompressedTensorsConfig:
+            if drops_biases and config_class is not ThunderCompressedTensorsConfig:
                 reason += ", which leaves out the biases of GPT-OSS's experts"
-        elif not gpt_oss and not ThunderExperts._supports_current_device():
+        elif not drops_biases and not ThunderExperts._supports_current_device():
             reason = "the device is neither a CPU nor a CUDA GPU of compute capability 8.0 to 9.0"
         elif config_class is ThunderModelOptMixedPrecisionConfig and not _quantized_layers(hf_quant_cfg):
             reason = "quantization_config in config.json has no quantized_layers"
@@ -245,7 +259,7 @@ class ThunderQuantizationConfig(ModelOptQuantConfigBase):  # type: ignore[misc]
             raise ValueError(f"--quantization {NAME}: {reason}; leave it out for vLLM's own kernels")
         if config_class is not None:
             logger.warning_once(
-                "NVFP4 and MXFP8 layers do not run on the kernels of thunder_moe, but on vLLM's own: %s.", reason
+                "NVFP4, MXFP8 and MXFP4 layers do not run on the kernels of thunder_moe, but on vLLM's own: %s.", reason
             )
         return None
 
@@ -265,13 +279,15 @@ _ALGORITHMS = {
 
 
 def _config_class(config: dict[str, Any]) -> type[QuantizationConfig] | None:
-    """Return our class for a quantization_config; None if it has no NVFP4 and MXFP8 layers."""
+    """Return our class for a quantization_config; None if it has no NVFP4, MXFP8 and MXFP4 layers."""
     if config.get("quant_method") == "compressed-tensors":
         groups = (group.get("weights") for group in config.get("config_groups", {}).values())
         ours = any(_format(QuantizationArgs.model_validate(group)) for group in groups if group)
         return ThunderCompressedTensorsConfig if ours else None
     if config.get("quant_method") == "mxfp8":  # MiniMax's name of ModelOpt's form
         return ThunderModelOptMxFp8Config
+    if config.get("quant_method") in ("mxfp4", "gpt_oss_mxfp4"):  # vLLM renames it
+        return ThunderGptOssMxfp4Config
     algorithm = ModelOptQuantConfigBase._extract_modelopt_quant_algo(config)
     if algorithm == "MIXED_PRECISION":
         algorithms = {layer.get("quant_algo", "").upper() for layer in _quantized_layers(config).values()}

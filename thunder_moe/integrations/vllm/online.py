@@ -50,7 +50,7 @@ class ThunderOnlineMoEMethod(ThunderMethod, OnlineMoEMethodBase):  # type: ignor
                 f"--quantization thunder_moe with a 16-bit checkpoint: its experts cannot become NVFP4: {reason}; leave"
                 " it out for 16-bit experts"
             )
-        decide("experts", NVFP4, None)
+        decide("experts", NVFP4.name, None)
 
     def create_weights(self, layer: Any, **options: Any) -> None:
         """Register vLLM's 16-bit parameters, on meta until a layer is loaded."""
