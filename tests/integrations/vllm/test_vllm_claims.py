@@ -193,6 +193,20 @@ def test_model_class_of_gpt_oss(checkpoint, asked, kind, said):
     assert drops == [checkpoint == GPT_OSS] * bool(asked)
 
 
+@pytest.mark.parametrize("form", ["W4A16_NVFP4", "MIXED_PRECISION"])
+def test_heads_that_vllm_has_in_16_bits(form):
+    """Its loader would end in an error about the sizes of tensors."""
+    claim = get_quantization_config("thunder_moe").override_quantization_method
+    model = SimpleNamespace(architectures=["Qwen3NextForCausalLM"])
+    layers = {name: {"quant_algo": "W4A16_NVFP4"} for name in ("model.layers.0.mlp.experts", "lm_head")}
+    content = {"quant_method": "modelopt", "quant_algo": form, "ignore": [], "quantized_layers": layers}
+    with pytest.raises(ValueError, match="lm_head: got a quantized head, .* vLLM's Qwen3NextForCausalLM has"):
+        claim(content, None, model)
+    assert claim(content, None, SimpleNamespace(**vars(model), tie_word_embeddings=True)) == "thunder_moe"
+    del layers["lm_head"]
+    assert claim(content | {"ignore": ["lm_head"]}, None, model) == "thunder_moe"
+
+
 def test_model_class_of_llama4():
     config = model_config(CHECKPOINTS / "modelopt_llama4")
     assert get_model_architecture(config)[0].__name__ == "ThunderLlama4ForCausalLM"

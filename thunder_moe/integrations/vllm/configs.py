@@ -66,6 +66,11 @@ MODELS = {
     "Llama4ForConditionalGeneration": "llama4_images",
 }
 
+# Classes of vLLM 0.32 whose head is in 16 bits, also if the checkpoint's is not.
+_16_BIT_HEADS = (
+    "FalconH1ForCausalLM", "JambaForCausalLM", "Plamo3ForCausalLM", "Qwen3NextForCausalLM", "Step3TextForCausalLM",
+    "Zamba2ForCausalLM",
+)  # fmt: skip
 _ROUTERS = ("gate", "router", "shared_expert_gate")  # last parts of their names in vLLM
 
 logger = init_logger("vllm.thunder_moe")
@@ -232,7 +237,8 @@ class ThunderQuantizationConfig(ModelOptQuantConfigBase):  # type: ignore[misc]
             Our name; None lets vLLM ask the next method.
 
         Raises:
-            ValueError: The user gave our name for a checkpoint that our kernels do not run.
+            ValueError: The user gave our name for a checkpoint that our kernels do not run, or vLLM's model class
+                cannot load the checkpoint's head.
         """
         config_class = _config_class(hf_quant_cfg)
         architectures = getattr(hf_config, "architectures", None) or []
@@ -252,6 +258,12 @@ class ThunderQuantizationConfig(ModelOptQuantConfigBase):  # type: ignore[misc]
         elif config_class is ThunderModelOptMixedPrecisionConfig and not _quantized_layers(hf_quant_cfg):
             reason = "quantization_config in config.json has no quantized_layers"
         if reason is None:
+            unable = [name for name in architectures if name in _16_BIT_HEADS]
+            if unable and not getattr(hf_config, "tie_word_embeddings", False) and _has_quantized_head(hf_quant_cfg):
+                raise ValueError(
+                    f"lm_head: got a quantized head, wanted one in 16 bits, which vLLM's {unable[0]} has: quantize the"
+                    " model without lm_head (`python -m thunder_moe convert` leaves it out)"
+                )
             if architectures:
                 hf_config.architectures = [f"Thunder{name}" if name in MODELS else name for name in architectures]
             return NAME
@@ -299,6 +311,16 @@ def _quantized_layers(config: dict[str, Any]) -> dict[str, dict[str, Any]]:
     """Return the layers of MIXED_PRECISION; older checkpoints have them in hf_quant_config.json alone."""
     layers: dict[str, dict[str, Any]] = config.get("quantization", config).get("quantized_layers") or {}
     return layers
+
+
+def _has_quantized_head(config: dict[str, Any]) -> bool:
+    """True if a checkpoint of ModelOpt has a head that is not in 16 bits."""
+    config_class = _config_class(config)
+    if config_class is None or not issubclass(config_class, ModelOptQuantConfigBase):
+        return False
+    if config_class is ThunderModelOptMixedPrecisionConfig:
+        return "lm_head" in _quantized_layers(config)
+    return not config_class.from_config(config).is_layer_excluded("lm_head")
 
 
 def register_configs() -> None:

@@ -22,9 +22,12 @@ from typing import Any
 from torch import Tensor
 from vllm.config import VllmConfig
 from vllm.distributed import get_tensor_model_parallel_rank
+from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 from vllm.model_executor.layers.quantization.modelopt import ModelOptMxFp8FusedMoE, ModelOptNvFp4FusedMoE
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 from vllm.model_executor.models.gpt_oss import GptOssForCausalLM
+from vllm.model_executor.models.utils import maybe_prefix
 
 from thunder_moe.formats.block_format import MXFP8
 from thunder_moe.integrations.vllm.experts import SWIGLUOAI_FORM
@@ -46,10 +49,17 @@ _SHARDS = {"gate_up_proj": ("w1", "w3"), "down_proj": ("w2",)}
 class ThunderGptOssForCausalLM(GptOssForCausalLM):  # type: ignore[misc]
     """vLLM's model that passes tensors of experts on our kernels to vLLM's loader expert by expert."""
 
+    lm_head: Any
+
     def __init__(self, vllm_config: VllmConfig, prefix: str = "") -> None:
         super().__init__(vllm_config, prefix)
         self.config: Any = copy.copy(vllm_config.model_config.hf_config)
         self.config.architectures = ["GptOssForCausalLM"]  # by it vLLM alternates adapters' rows of gate and up
+        name, quant_config = maybe_prefix(prefix, "lm_head"), vllm_config.quant_config
+        method = quant_config.get_quant_method(self.lm_head, name)  # vLLM's class has no quantized head
+        if method is not None and not isinstance(method, UnquantizedLinearMethod):
+            sizes = self.config.vocab_size, self.config.hidden_size
+            self.lm_head = ParallelLMHead(*sizes, quant_config=quant_config, prefix=name)
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
         self._refuse_vllm_methods()
