@@ -10,11 +10,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from difflib import get_close_matches
 from typing import Any
 
 import torch
 from compressed_tensors.quantization import QuantizationArgs
 from vllm.config.quantization import QuantizationConfigArgs, QuantSpec
+from vllm.distributed import get_pp_group
 from vllm.logger import init_logger
 from vllm.model_executor.layers.fused_moe import RoutedExperts
 from vllm.model_executor.layers.linear import LinearBase
@@ -30,6 +32,7 @@ from vllm.model_executor.layers.quantization.modelopt import (
 )
 from vllm.model_executor.layers.quantization.mxfp4 import GptOssMxfp4Config, GptOssMxfp4MoEMethod
 from vllm.model_executor.layers.quantization.online.base import OnlineQuantizationConfig
+from vllm.model_executor.layers.quantization.utils.config_utils import find_matching_patterns
 from vllm.model_executor.layers.quantization.utils.quant_utils import kNvfp4Static
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.platforms import current_platform
@@ -44,6 +47,7 @@ from thunder_moe.integrations.vllm.linears import (
 from thunder_moe.integrations.vllm.methods import compressed_tensors_method, modelopt_method, mxfp8_method
 from thunder_moe.integrations.vllm.mxfp4 import mxfp4_method
 from thunder_moe.integrations.vllm.online import ThunderOnlineMoEMethod
+from thunder_moe.selection import without_numbers
 
 __all__ = [
     "MODELS",
@@ -174,14 +178,32 @@ class ThunderOnlineConfig(_Dtypes, OnlineQuantizationConfig):  # type: ignore[mi
         nvfp4 = QuantSpec(weight=kNvfp4Static)
         super().__init__(QuantizationConfigArgs(moe=nvfp4, linear=nvfp4 if linears else None))
         self.linears = linears
+        self._dense: list[str] = []  # names of the model's dense layers
 
     def resolve_quant_method_cls(self, layer_cls: type, prefix: str) -> Any:
         if issubclass(layer_cls, LinearBase):
+            self._dense.append(prefix)
             fused = self.packed_modules_mapping
             named = should_ignore_layer(prefix, ignore=self.linears, fused_mapping=fused, use_fnmatch=True)
             if not named or prefix.rpartition(".")[2] in _ROUTERS:
                 return None
         return super().resolve_quant_method_cls(layer_cls, prefix)
+
+    def require_matches(self) -> None:
+        """Raise a ValueError if a pattern fits no dense layer of the model; methods call it when vLLM has made all.
+
+        With pipeline parallelism it is a warning: a rank has some of the layers.
+        """
+        for pattern in self.linears:
+            options = dict(fused_mapping=self.packed_modules_mapping, use_fnmatch=True)
+            if any(any(find_matching_patterns(name, [pattern], **options)) for name in self._dense):
+                continue
+            kinds = dict.fromkeys(map(without_numbers, self._dense))
+            close = get_close_matches(without_numbers(pattern), kinds, n=3, cutoff=0)
+            problem = f"linears: {pattern!r} fits no dense layer of the model; close names are {close}"
+            if get_pp_group().world_size == 1:
+                raise ValueError(problem)
+            logger.warning_once("%s (of this pipeline stage)", problem)
 
     def _get_method_cls(self, spec: QuantSpec | None, table: Any, layer_cls: type) -> type | None:
         if spec is None:

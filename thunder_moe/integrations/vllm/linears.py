@@ -254,6 +254,7 @@ class ThunderOnlineLinearMethod(_Dense, OnlineLinearBase):  # type: ignore[misc]
     def process_weights_after_loading(self, layer: Any) -> None:
         if _is_read_by_its_model(layer):
             raise ValueError(f"linears: got {_name(layer)!r}, whose weight its model reads itself; leave it out")
+        layer.quant_config.require_matches()
         if not getattr(layer, "_already_called_process_weights_after_loading", False):
             self.pack(layer, _name(layer))
             layer._already_called_process_weights_after_loading = True

@@ -58,6 +58,7 @@ class ThunderOnlineMoEMethod(ThunderMethod, OnlineMoEMethodBase):  # type: ignor
 
     def process_weights_after_loading(self, layer: Any) -> None:
         """Quantizes a layer; vLLM calls it when the layer is loaded, and again after the first load of all."""
+        layer.quant_config.require_matches()
         if not getattr(layer, "_already_called_process_weights_after_loading", False):
             super().process_weights_after_loading(layer)
             layer._already_called_process_weights_after_loading = True
