@@ -193,6 +193,36 @@ def test_model_class_of_gpt_oss(checkpoint, asked, kind, said):
     assert drops == [checkpoint == GPT_OSS] * bool(asked)
 
 
+@pytest.mark.parametrize(
+    ("architecture", "options", "ours"),
+    [
+        ("DeepseekV4ForCausalLM", {}, True),
+        ("DeepseekV4ForCausalLM", dict(expert_dtype="fp4"), True),
+        ("DeepSeekV4MTPModel", {}, True),  # its draft model
+        ("DeepseekV4ForCausalLM", dict(expert_dtype="fp8"), False),
+        ("DeepseekV4ForCausalLM", dict(moe_quant_algo="NVFP4"), False),
+        ("DeepseekV3ForCausalLM", {}, False),
+    ],
+)
+def test_deepseek_v4(architecture, options, ours, said):
+    """Its config.json says "fp8"; the experts are in MXFP4 unless another key says otherwise."""
+    method = get_quantization_config("thunder_moe")
+    model = SimpleNamespace(architectures=[architecture], **options)
+    content = {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic", **options}
+    assert method.override_quantization_method(content, None, model) == ("thunder_moe" if ours else None)
+    assert not said
+    if not ours:
+        with pytest.raises(ValueError, match="is no GPT-OSS or DeepSeek-V4 with MXFP4 experts"):
+            method.override_quantization_method(content, "thunder_moe", model)
+        return
+    assert method.override_quantization_method(content, "thunder_moe", model) == "thunder_moe"
+    config = method.from_config(content)
+    assert isinstance(config, get_quantization_config("deepseek_v4_fp8"))
+    assert config.get_name() == "deepseek_v4_fp8"
+    assert method.override_quantization_method(content, "deepseek_v4_fp8", model) is None
+    assert "on vLLM's own: --quantization deepseek_v4_fp8 was asked for" in said[0]
+
+
 @pytest.mark.parametrize("form", ["W4A16_NVFP4", "MIXED_PRECISION"])
 def test_heads_that_vllm_has_in_16_bits(form):
     """Its loader would end in an error about the sizes of tensors."""

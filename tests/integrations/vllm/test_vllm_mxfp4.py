@@ -1,14 +1,18 @@
-"""GPT-OSS as OpenAI released it, with MXFP4 experts, in vLLM: the tokens of the model that transformers decodes.
+"""MXFP4 experts in vLLM: GPT-OSS as OpenAI released it, with the tokens of the model that transformers decodes, and
+DeepSeek-V4's experts against the oracle.
 Called by pytest, where vLLM is installed (`make test-vllm`).
 """
+
+import json
 
 import pytest
 import torch
 from exports import decoded_by_transformers, engine, generated, released_gpt_oss, their_tokens
 from oracle import decode_e2m1, moe_experts, relative_error
+from safetensors.torch import save_file
 from sleeping import sleep_and_wake_up, watched_loading, worker_of
 from test_vllm_adapters import check
-from test_vllm_experts import E, EmptyLayer, H, I, inputs, moe_config, run
+from test_vllm_experts import A, E, EmptyLayer, H, I, inputs, moe_config, run
 from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 from vllm.model_executor.layers.fused_moe.config import FusedMoEParallelConfig
 from vllm.model_executor.layers.quantization.mxfp4 import GptOssMxfp4MoEMethod
@@ -64,6 +68,71 @@ def test_adapters(tmp_path):
     check(released_gpt_oss(tmp_path / "release"), tmp_path, forms)
 
 
+# As small as vLLM's model class allows; dense layers are in 16 bits, since vLLM runs FP8 on CPUs with AMX alone.
+DEEPSEEK_V4 = dict(
+    architectures=["DeepseekV4ForCausalLM"], model_type="deepseek_v4", vocab_size=64, hidden_size=H,
+    num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=1, q_lora_rank=64, o_lora_rank=64, head_dim=512,
+    qk_rope_head_dim=64, o_groups=2, sliding_window=64, compress_ratios=[0, 0], index_topk=512, index_n_heads=4,
+    index_head_dim=128, num_hash_layers=0, hc_mult=4, hc_sinkhorn_iters=2, hc_eps=1e-6, swiglu_limit=1.0,
+    scoring_func="sqrtsoftplus", n_routed_experts=E, n_shared_experts=1, num_experts_per_tok=A,
+    moe_intermediate_size=I, topk_method="noaux_tc", norm_topk_prob=True, routed_scaling_factor=1.5,
+    compress_rope_theta=40000.0, rope_theta=10000.0, rope_parameters=dict(rope_type="default", rope_theta=10000.0),
+    max_position_embeddings=256, hidden_act="silu", rms_norm_eps=1e-6, dtype="bfloat16", tie_word_embeddings=False,
+    quantization_config=dict(
+        quant_method="fp8", activation_scheme="dynamic", fmt="e4m3", scale_fmt="ue8m0", weight_block_size=[128, 128],
+        ignored_layers=[f"model.layers.{layer}.{name}" for layer in (0, 1) for name in (
+            *(f"attn.{part}" for part in ("wq_a", "wkv", "wq_b", "wo_a", "wo_b")),
+            *(f"ffn.shared_experts.{part}" for part in ("w1", "w3", "gate_proj", "up_proj", "down_proj")),
+        )],
+    ),
+)  # fmt: skip
+
+
+def deepseek_v4(path, seed):
+    """(the experts of a DeepSeek-V4, random ones in the form of its checkpoints, what they stand for by layer)."""
+    generator = torch.Generator().manual_seed(seed)
+    path.mkdir()
+    (path / "config.json").write_text(json.dumps(DEEPSEEK_V4))
+    tensors, decoded = {}, []
+    for layer in range(2):
+        parts = {}
+        for name, n, k in (("w1", I, H), ("w3", I, H), ("w2", H, I)):
+            codes = torch.randint(0, 256, (E, n, k // 2), generator=generator).to(torch.uint8)
+            scales = torch.randint(120, 124, (E, n, k // 32), generator=generator).to(torch.uint8)
+            parts[name] = decode(codes, scales)
+            for expert in range(E):
+                stem = f"layers.{layer}.ffn.experts.{expert}.{name}"
+                tensors[f"{stem}.weight"] = codes[expert].view(torch.int8)
+                tensors[f"{stem}.scale"] = scales[expert].view(torch.float8_e8m0fnu)
+        decoded.append((torch.cat([parts["w1"], parts["w3"]], 1), parts["w2"]))
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+    return path, decoded
+
+
+def test_experts_of_deepseek_v4(tmp_path):
+    """vLLM's loader and each layer's experts; its attention needs Triton for a step of the engine."""
+    path, weights = deepseek_v4(tmp_path / "first", 0)
+    other, others = deepseek_v4(tmp_path / "other", 1)
+    with engine(path, dtype="bfloat16") as llm:
+        model = worker_of(llm).model_runner.get_model()
+        for expected in (weights, others):
+            if expected is others:
+                llm.collective_rpc("reload_weights", kwargs=dict(weights_path=str(other)))
+            for layer, wanted in zip(model.model.layers, expected, strict=True):
+                experts = layer.ffn.experts.routed_experts
+                assert type(experts.quant_method) is ThunderMxfp4MoEMethod
+                hidden, ids, shares = inputs(torch.bfloat16)
+                out = run(experts.quant_method, experts, hidden * 4, ids, shares)
+                assert relative_error(out, moe_experts(hidden * 4, ids, shares, *wanted, limit=1.0)) < 6e-3
+
+
+def decode(codes, scales):
+    """float32 (E, N, K) of codes (E, N, K / 2) and scales (E, N, K / 32)."""
+    values = torch.tensor([decode_e2m1(code) for code in range(16)])
+    decoded = values[torch.stack([codes & 15, codes >> 4], -1).flatten(-2).long()]
+    return decoded * torch.exp2(scales - 127.0).repeat_interleave(32, -1)
+
+
 def copied(param, loaded_weight, *args, **options):
     param.data.copy_(loaded_weight)
 
@@ -76,7 +145,6 @@ class Mxfp4Layer(EmptyLayer):
 
     def fill(self, spread=0):
         """Load random weights, gate's rows first; every other row of expert 2 is 2**spread times smaller."""
-        values = torch.tensor([decode_e2m1(code) for code in range(16)])
         self.weights = []
         for name, n, k in (("w13", 2 * I, H), ("w2", H, I)):
             codes = torch.randint(0, 256, (E, n, k // 2)).to(torch.uint8)
@@ -85,8 +153,7 @@ class Mxfp4Layer(EmptyLayer):
             for field, tensor in (("weight", codes), ("weight_scale", scales.to(torch.uint8))):
                 parameter = getattr(self, f"{name}_{field}")
                 parameter.weight_loader(parameter, tensor, f"{name}_{field}", "w1", 0)
-            decoded = values[torch.stack([codes & 15, codes >> 4], -1).flatten(-2).long()]
-            self.weights.append(decoded * torch.exp2(scales - 127.0).repeat_interleave(32, -1))
+            self.weights.append(decode(codes, scales))
         return self
 
 

@@ -262,15 +262,13 @@ class ThunderQuantizationConfig(ModelOptQuantConfigBase):  # type: ignore[misc]
             ValueError: The user gave our name for a checkpoint that our kernels do not run, or vLLM's model class
                 cannot load the checkpoint's head.
         """
-        config_class = _config_class(hf_quant_cfg)
+        config_class = _config_class(hf_quant_cfg) if _is_known_model(hf_quant_cfg, hf_config) else None
         architectures = getattr(hf_config, "architectures", None) or []
-        if config_class is ThunderGptOssMxfp4Config and "GptOssForCausalLM" not in architectures:
-            config_class = None
         gpt_oss = any("GptOssFor" in name for name in architectures)
         drops_biases = gpt_oss and config_class is not ThunderGptOssMxfp4Config
         reason = None
         if config_class is None:
-            reason = "the checkpoint has no NVFP4 or MXFP8 layers, and no GPT-OSS in MXFP4"
+            reason = "the checkpoint has no NVFP4 or MXFP8 layers, and is no GPT-OSS or DeepSeek-V4 with MXFP4 experts"
         elif user_quant not in (None, NAME):
             reason = f"--quantization {user_quant} was asked for"
             if drops_biases and config_class is not ThunderCompressedTensorsConfig:
@@ -305,6 +303,9 @@ class ThunderQuantizationConfig(ModelOptQuantConfigBase):  # type: ignore[misc]
         return config_class.from_config(config)
 
 
+# Methods in config.json and as vLLM renames them.
+_MXFP4 = ("mxfp4", "gpt_oss_mxfp4")
+_FP8 = ("fp8", "deepseek_v4_fp8")
 _ALGORITHMS = {
     "NVFP4": ThunderModelOptNvFp4Config,
     "W4A16_NVFP4": ThunderModelOptNvFp4Config,
@@ -320,13 +321,31 @@ def _config_class(config: dict[str, Any]) -> type[QuantizationConfig] | None:
         return ThunderCompressedTensorsConfig if ours else None
     if config.get("quant_method") == "mxfp8":  # MiniMax's name of ModelOpt's form
         return ThunderModelOptMxFp8Config
-    if config.get("quant_method") in ("mxfp4", "gpt_oss_mxfp4"):  # vLLM renames it
+    if config.get("quant_method") in _MXFP4:
         return ThunderGptOssMxfp4Config
+    if config.get("quant_method") in _FP8:
+        from thunder_moe.integrations.vllm.deepseek_v4 import ThunderDeepseekV4Config
+
+        return ThunderDeepseekV4Config
     algorithm = ModelOptQuantConfigBase._extract_modelopt_quant_algo(config)
     if algorithm == "MIXED_PRECISION":
         algorithms = {layer.get("quant_algo", "").upper() for layer in _quantized_layers(config).values()}
         return ThunderModelOptMixedPrecisionConfig if not algorithms or algorithms & set(_ALGORITHMS) else None
     return _ALGORITHMS.get(algorithm)
+
+
+def _is_known_model(config: dict[str, Any], hf_config: Any) -> bool:
+    """True unless a quantization_config is claimed for some models alone, and the model is not one of them.
+
+    These are "mxfp4" for GPT-OSS, and "fp8" for DeepSeek-V4 and its draft models, whose experts are in MXFP4 then."""
+    architectures = getattr(hf_config, "architectures", None) or []
+    if config.get("quant_method") in _MXFP4:
+        return "GptOssForCausalLM" in architectures
+    if config.get("quant_method") in _FP8:
+        deepseek_v4 = any(name.lower().startswith("deepseekv4") for name in architectures)
+        mxfp4 = getattr(hf_config, "expert_dtype", "fp4") == "fp4" and not config.get("moe_quant_algo")
+        return deepseek_v4 and mxfp4
+    return True
 
 
 def _quantized_layers(config: dict[str, Any]) -> dict[str, dict[str, Any]]:

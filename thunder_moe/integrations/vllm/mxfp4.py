@@ -1,5 +1,5 @@
-"""vLLM's method for MXFP4 experts (GPT-OSS), which become NVFP4 of the same values when vLLM has loaded a layer.
-Called by configs and gpt_oss; calls formats.mxfp4 to convert, methods for everything after it.
+"""vLLM's method for MXFP4 experts, which become NVFP4 of the same values when vLLM has loaded a layer.
+Called by configs, gpt_oss and deepseek_v4; calls formats.mxfp4 to convert, methods for everything after it.
 
 The codes stay where vLLM has loaded them. Each scale is loaded twice, for the two blocks of 16 that share it, and then
 overwritten. So a tensor-parallel rank may also get half of a block of 32.
