@@ -6,13 +6,12 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
+from checkpoint_files import release_in_mxfp4
 from tiny_models import VOCABULARY, tiny_config, tiny_model
 from transformers import AutoModelForCausalLM, Mxfp4Config
 
@@ -86,34 +85,16 @@ def export(
 
 
 def released_gpt_oss(path: Path, seed: int = 0, *, spread: bool = False, **changes: Any) -> Path:
-    """Writes a tiny GPT-OSS in the form of OpenAI's release: random MXFP4 experts, all else float32.
-
-    A projection's `_blocks` are uint8 (experts, rows, blocks of 32, 16), two E2M1 codes a byte, the low nibble first.
-    `_scales` are uint8 (experts, rows, blocks), 2**(scale - 127). Rows of gate and up alternate.
+    """Writes a tiny float32 GPT-OSS with experts as in OpenAI's release.
 
     Args:
         path: of the checkpoint.
-        seed: of codes and scales.
-        spread: every fifth row of expert 1 is 2**20 times smaller, so that no global scale is right for all rows.
+        seed: of the experts.
+        spread: as in `release_in_mxfp4`.
         **changes: of the configuration.
     """
-    model = tiny_model("gpt_oss", torch.float32, config=config_for_vllm("gpt_oss", **changes))
-    model.save_pretrained(path)
-    generator = torch.Generator().manual_seed(seed)
-    tensors = load_file(path / "model.safetensors")
-    for name in [name for name in tensors if name.endswith(("experts.gate_up_proj", "experts.down_proj"))]:
-        experts, k, n = tensors.pop(name).shape
-        codes = torch.randint(0, 256, (experts, n, k // 32, 16), generator=generator)
-        scales = torch.randint(120, 124, (experts, n, k // 32), generator=generator)
-        if spread:
-            scales[1, ::5] -= 20
-        tensors[f"{name}_blocks"], tensors[f"{name}_scales"] = codes.to(torch.uint8), scales.to(torch.uint8)
-    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
-    config = json.loads((path / "config.json").read_text())
-    left = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]
-    config["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": left}
-    (path / "config.json").write_text(json.dumps(config))
-    return path
+    tiny_model("gpt_oss", torch.float32, config=config_for_vllm("gpt_oss", **changes)).save_pretrained(path)
+    return release_in_mxfp4(path, seed, spread=spread)
 
 
 def decoded_by_transformers(path: Path) -> Any:

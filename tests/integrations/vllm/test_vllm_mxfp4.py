@@ -9,10 +9,11 @@ import pytest
 import torch
 from exports import decoded_by_transformers, engine, generated, released_gpt_oss, their_tokens
 from oracle import decode_e2m1, moe_experts, relative_error
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from sleeping import sleep_and_wake_up, watched_loading, worker_of
 from test_vllm_adapters import check
 from test_vllm_experts import A, E, EmptyLayer, H, I, inputs, moe_config, run
+from vllm.distributed import cleanup_dist_env_and_memory
 from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 from vllm.model_executor.layers.fused_moe.config import FusedMoEParallelConfig
 from vllm.model_executor.layers.quantization.mxfp4 import GptOssMxfp4MoEMethod
@@ -46,6 +47,18 @@ def test_tokens(spread, tmp_path):
         llm.reset_prefix_cache()
         assert their_tokens(llm) == others
         assert places(llm) == before
+
+
+def test_experts_of_another_form(tmp_path):
+    """A layer that is in 16 bits, under the quantization_config of the release."""
+    path, name = released_gpt_oss(tmp_path / "release"), "model.layers.1.mlp.experts.down_proj"
+    tensors = load_file(path / "model.safetensors")
+    weight = decode(tensors.pop(f"{name}_blocks").flatten(2), tensors.pop(f"{name}_scales"))
+    tensors[name] = weight.mT.bfloat16().contiguous()
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=f"{name}: wanted '_blocks', '_scales', '_bias'"), engine(path):
+        pass
+    cleanup_dist_env_and_memory()
 
 
 def test_dummy_weights(tmp_path):
