@@ -73,7 +73,6 @@ MODELS = {
 # Classes of vLLM 0.32 whose head is in 16 bits, also if the checkpoint's is not.
 _16_BIT_HEADS = (
     "FalconH1ForCausalLM", "JambaForCausalLM", "Plamo3ForCausalLM", "Qwen3NextForCausalLM", "Step3TextForCausalLM",
-    "Zamba2ForCausalLM",
 )  # fmt: skip
 _ROUTERS = ("gate", "router", "shared_expert_gate")  # last parts of their names in vLLM
 
