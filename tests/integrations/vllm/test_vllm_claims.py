@@ -193,6 +193,14 @@ def test_model_class_of_gpt_oss(checkpoint, asked, kind, said):
     assert drops == [checkpoint == GPT_OSS] * bool(asked)
 
 
+def test_a_loaded_configuration_is_claimed_again():
+    """Its `architectures` have our class by then."""
+    config = model_config(CHECKPOINTS / RELEASED_GPT_OSS).hf_config
+    claim = get_quantization_config("thunder_moe").override_quantization_method
+    assert config.architectures == ["ThunderGptOssForCausalLM"]
+    assert claim(config.quantization_config, "thunder_moe", config) == "thunder_moe"
+
+
 @pytest.mark.parametrize(
     ("architecture", "options", "ours"),
     [

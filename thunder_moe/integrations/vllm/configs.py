@@ -339,7 +339,7 @@ def _is_known_model(config: dict[str, Any], hf_config: Any) -> bool:
     These are "mxfp4" for GPT-OSS, and "fp8" for DeepSeek-V4 and its draft models, whose experts are in MXFP4 then."""
     architectures = getattr(hf_config, "architectures", None) or []
     if config.get("quant_method") in _MXFP4:
-        return "GptOssForCausalLM" in architectures
+        return any(name.endswith("GptOssForCausalLM") for name in architectures)  # ours, too, of a loaded configuration
     if config.get("quant_method") in _FP8:
         deepseek_v4 = any(name.lower().startswith("deepseekv4") for name in architectures)
         mxfp4 = getattr(hf_config, "expert_dtype", "fp4") == "fp4" and not config.get("moe_quant_algo")
