@@ -40,6 +40,31 @@ def load_tensors(directory):
     return tensors
 
 
+def release_in_mxfp4(directory, seed=0, *, highest=-4, spread=False):
+    """Gives a saved 16- or 32-bit GPT-OSS the form of OpenAI's release: random MXFP4 experts, all else as it is.
+
+    A projection's `_blocks` are uint8 (experts, rows, blocks of 32, 16), two E2M1 codes a byte, the low nibble first.
+    `_scales` are uint8 (experts, rows, blocks), 2**(scale - 127), here of four exponents up to `highest`. Rows of gate
+    and up alternate. `spread`: every fifth row of expert 1 is 2**20 times smaller, so that no global scale is right for
+    all rows.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    tensors = load_file(directory / "model.safetensors")
+    for name in [name for name in tensors if name.endswith(("experts.gate_up_proj", "experts.down_proj"))]:
+        experts, k, n = tensors.pop(name).shape
+        codes = torch.randint(0, 256, (experts, n, k // 32, 16), generator=generator)
+        scales = torch.randint(124 + highest, 128 + highest, (experts, n, k // 32), generator=generator)
+        if spread:
+            scales[1, ::5] -= 20
+        tensors[f"{name}_blocks"], tensors[f"{name}_scales"] = codes.to(torch.uint8), scales.to(torch.uint8)
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((directory / "config.json").read_text())
+    left = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]
+    config["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": left}
+    (directory / "config.json").write_text(json.dumps(config))
+    return directory
+
+
 def bits(tensor):
     return tensor.contiguous().view(torch.uint8) if tensor.ndim else tensor
 

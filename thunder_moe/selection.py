@@ -1,5 +1,5 @@
 """Parses the options `filter`, `ignore`, `linears` and `format` of every entry point: patterns, or a function.
-Called by choose, lora, checkpoint.choice, huggingface.configs and compilers.eligibility; calls formats.registry.
+Called by choose, lora, checkpoint.choice, configs of huggingface and vllm, and eligibility; calls formats.registry.
 
 A pattern is a name ("lm_head"), a glob whose ``*`` takes dots, too ("*.layers.0.*"), or "re:" and a regular expression
 that is matched from the start of a name ("re:.*layers\\.[02]\\."). A name or a glob that fits a module covers all that

@@ -55,6 +55,13 @@ def test_exponents_at_the_ends():
     assert_exact(*make([(-127, -127)]))
 
 
+def test_a_scale_for_each_block_of_16():
+    blocks, scales = make([(-12, 5), (-3, 0)])
+    halves, twice = blocks.unflatten(-1, (2, 8)).flatten(2, 3), scales.repeat_interleave(2, -1)
+    one, other = mxfp4_to_nvfp4(blocks, scales), mxfp4_to_nvfp4(halves, twice)
+    assert all(torch.equal(a.float(), b.float()) for a, b in zip(one.tensors(), other.tensors(), strict=True))
+
+
 def test_zeros_have_no_exponent():
     blocks, scales = make([(-12, 5)])
     blocks[0, 1, 0], scales[0, 1, 0] = 0, 0

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from checkpoint_files import release_in_mxfp4
 
 from thunder_moe import load_checkpoint, quantize_, save_checkpoint, use_backend
 
@@ -24,7 +25,7 @@ TOLERANCE = 0.08  # of log probabilities in bf16, whose top one is about 4 above
 def written(path: Path, seed: int, format: str = "nvfp4", gpt_oss: bool = False, linears: bool = False) -> Path:
     """A checkpoint of 3 layers with 16 experts, 8 of which run for each token, of Qwen3-MoE or GPT-OSS.
 
-    `linears`: attention's projections are in the format, too.
+    `format` is "mxfp4" for GPT-OSS alone. `linears`: attention's projections are in the format, too.
 
     Where the router's last choices are nearly equal bf16 may take another expert than fp32. The last of 8 has so small
     a weight, with a router of doubled weights, that this changes no number beyond the tolerance.
@@ -52,6 +53,9 @@ def written(path: Path, seed: int, format: str = "nvfp4", gpt_oss: bool = False,
             elif "bias" in name or "sinks" in name:
                 torch.nn.init.normal_(parameter, std=0.2)
     of_attention = (lambda _, name: "self_attn" in name) if linears else False
+    if format == "mxfp4":
+        model.save_pretrained(path)
+        return release_in_mxfp4(path, seed, highest=-5)
     return save_checkpoint(quantize_(model, format=format, linears=of_attention), path)
 
 

@@ -14,7 +14,7 @@ if find_spec("vllm") is None:
 pytestmark = pytest.mark.gpu
 
 
-@pytest.mark.parametrize("format", ["nvfp4", "mxfp8"])
+@pytest.mark.parametrize("format", ["nvfp4", "mxfp8", "mxfp4"])
 def test_tokens_and_other_checkpoint(format, tmp_path):
     if not torch.cuda.is_available():
         pytest.skip("needs a CUDA device")

@@ -1,5 +1,5 @@
 """MXFP4 to NVFP4, exactly: blocks of 32 with a power-of-two scale become two blocks of 16 with a power-of-two scale.
-Called by checkpoint.formats.mxfp4; calls weight.
+Called by checkpoint.formats.mxfp4 and integrations.vllm; calls weight.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ __all__ = ["mxfp4_to_nvfp4"]
 
 E8M0_BIAS = 127
 E8M0_NAN = 255
+NVFP4_BYTES = 8  # of the codes of a block
 # E4M3 holds the powers of two from 2**-9 (subnormal) to 2**8.
 E4M3_EXPONENTS = (-9, 8)
 FLOAT_BIAS = 127
@@ -24,8 +25,9 @@ def mxfp4_to_nvfp4(blocks: torch.Tensor, scales: torch.Tensor) -> NVFP4Weight:
     experts if their exponents allow it, else one per expert, else one per row. Blocks of zeros are left out of this.
 
     Args:
-        blocks: uint8 (E, N, K // 32, 16); two E2M1 codes a byte, the low nibble is the even k.
-        scales: uint8 (E, N, K // 32), E8M0: 2**(scale - 127).
+        blocks: uint8 (E, N, K // 32, 16); two E2M1 codes a byte, the low nibble is the even k. Also (E, N, K // 16, 8)
+            with a scale for each NVFP4 block.
+        scales: uint8, E8M0: 2**(scale - 127); the shape of `blocks` without the last dimension.
 
     Returns:
         NVFP4Weight in layout "linear", global_scale (E,) or (E, N), all powers of two.
@@ -33,7 +35,7 @@ def mxfp4_to_nvfp4(blocks: torch.Tensor, scales: torch.Tensor) -> NVFP4Weight:
     Raises:
         ValueError: wrong shapes or dtypes, a scale that is NaN, or exponents of one row that spread by more than 17.
     """
-    if blocks.dtype != torch.uint8 or blocks.ndim != 4 or blocks.shape[-1] != 16:
+    if blocks.dtype != torch.uint8 or blocks.ndim != 4 or blocks.shape[-1] not in (NVFP4_BYTES, 2 * NVFP4_BYTES):
         raise ValueError(f"blocks: got {blocks.dtype} {tuple(blocks.shape)}, wanted uint8 (experts, rows, blocks, 16)")
     if scales.dtype != torch.uint8 or scales.shape != blocks.shape[:-1]:
         shape = tuple(blocks.shape[:-1])
@@ -60,7 +62,7 @@ def mxfp4_to_nvfp4(blocks: torch.Tensor, scales: torch.Tensor) -> NVFP4Weight:
         )
     global_exponent = torch.where(dead, 0, global_exponent).expand(experts, rows)
     scale = _power_of_two(torch.where(live, exponents - global_exponent[..., None], 0)).to(torch.float8_e4m3fn)
-    scale = scale.view(torch.uint8).repeat_interleave(2, -1).view(torch.float8_e4m3fn)
+    scale = scale.view(torch.uint8).repeat_interleave(blocks.shape[-1] // NVFP4_BYTES, -1).view(torch.float8_e4m3fn)
     global_scale = _power_of_two(global_exponent)
     if group[1] == 1:
         global_scale = global_scale[:, 0]

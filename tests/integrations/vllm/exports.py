@@ -11,7 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from checkpoint_files import release_in_mxfp4
 from tiny_models import VOCABULARY, tiny_config, tiny_model
+from transformers import AutoModelForCausalLM, Mxfp4Config
 
 from thunder_moe import load_checkpoint, quantize_, save_checkpoint
 
@@ -80,6 +82,24 @@ def export(
                 parameter.data = parameter.data.flip(-2)
     linears = (lambda _, path: head or "lm_head" not in path) if dense else False
     return save_checkpoint(quantize_(model, linears=linears, format=format), path)
+
+
+def released_gpt_oss(path: Path, seed: int = 0, *, spread: bool = False, **changes: Any) -> Path:
+    """Writes a tiny float32 GPT-OSS with experts as in OpenAI's release.
+
+    Args:
+        path: of the checkpoint.
+        seed: of the experts.
+        spread: as in `release_in_mxfp4`.
+        **changes: of the configuration.
+    """
+    tiny_model("gpt_oss", torch.float32, config=config_for_vllm("gpt_oss", **changes)).save_pretrained(path)
+    return release_in_mxfp4(path, seed, spread=spread)
+
+
+def decoded_by_transformers(path: Path) -> Any:
+    """The model of `released_gpt_oss` in float32; transformers decodes the experts to bfloat16, exactly."""
+    return AutoModelForCausalLM.from_pretrained(path, quantization_config=Mxfp4Config(dequantize=True)).float()
 
 
 def our_tokens(path: Path, prompts: list[list[int]] = PROMPTS, new_tokens: int = NEW_TOKENS) -> list[list[int]]:

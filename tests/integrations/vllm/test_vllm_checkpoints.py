@@ -180,6 +180,22 @@ def test_dense_layers(name, tmp_path):
         assert their_tokens(llm) == our_tokens(path)
 
 
+HEADS = [("qwen3_moe", 1), ("gpt_oss", 1), pytest.param("gpt_oss", 2, marks=pytest.mark.slow)]
+
+
+@pytest.mark.parametrize(("name", "ranks"), HEADS)
+def test_head(name, ranks, tmp_path):
+    """vLLM pads the head's rows to 128. Its own GPT-OSS has a 16-bit head alone."""
+    path = export(name, tmp_path / "export", dense=True, head=True, vocab_size=100)
+    expected = our_tokens(path)
+    with watched_loading() as made, engine(path, tensor_parallel_size=ranks) as llm:
+        assert their_tokens(llm) == expected
+        if ranks == 1:
+            assert type(worker_of(llm).model_runner.get_model().lm_head.quant_method) is ModelOptThunderLinearMethod
+            sleep_and_wake_up(llm, made)
+            assert their_tokens(llm) == expected
+
+
 @pytest.mark.slow
 def test_compiled(qwen3_moe, tmp_path, monkeypatch):
     """Without --enforce-eager: on a CPU vLLM traces experts and dense layers, which are opaque to it on CUDA."""

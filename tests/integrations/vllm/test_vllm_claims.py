@@ -13,6 +13,7 @@ from vllm.config import LoadConfig, VllmConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm.model_executor.layers.quantization import QuantizationMethods, get_quantization_config, modelopt
 from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors import CompressedTensorsConfig
+from vllm.model_executor.layers.quantization.mxfp4 import GptOssMxfp4Config, Mxfp4Config
 from vllm.model_executor.model_loader.utils import get_model_architecture
 from vllm.model_executor.models.registry import _VLLM_MODELS, ModelRegistry
 
@@ -21,12 +22,14 @@ from thunder_moe.integrations.vllm import configs, experts, plugin
 CHECKPOINTS = Path(__file__).parents[2] / "data" / "checkpoints"
 NVFP4 = "modelopt_qwen3_moe"
 GPT_OSS = "modelopt_gpt_oss"
+RELEASED_GPT_OSS = "mxfp4_gpt_oss"
 VLLMS = {
     "modelopt_fp4": modelopt.ModelOptNvFp4Config,
     "modelopt_mxfp8": modelopt.ModelOptMxFp8Config,
     "mxfp8": modelopt.ModelOptMxFp8Config,
     "modelopt_mixed": modelopt.ModelOptMixedPrecisionConfig,
     "compressed-tensors": CompressedTensorsConfig,
+    "gpt_oss_mxfp4": GptOssMxfp4Config,
 }
 
 
@@ -75,6 +78,7 @@ def test_nothing_of_vllms_is_replaced():
         ("modelopt_mixed_qwen3_moe", "modelopt_mixed", configs.ThunderModelOptMixedPrecisionConfig),
         ("compressed_tensors_qwen3_moe", "compressed-tensors", configs.ThunderCompressedTensorsConfig),
         ("compressed_tensors_mxfp8_qwen3_moe", "compressed-tensors", configs.ThunderCompressedTensorsConfig),
+        (RELEASED_GPT_OSS, "gpt_oss_mxfp4", configs.ThunderGptOssMxfp4Config),
     ],
 )
 def test_claimed(checkpoint, vllms, ours, said):
@@ -125,6 +129,10 @@ def fp8(_):
     return {"quant_method": "modelopt", "quant_algo": "FP8", "ignore": []}
 
 
+def mxfp4(_):
+    return {"quant_method": "mxfp4"}
+
+
 def mixed_of_fp8(_):
     layers = {"model.layers.0.self_attn.o_proj": {"quant_algo": "FP8"}}
     return {"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION", "quantized_layers": layers}
@@ -136,6 +144,7 @@ def mixed_of_fp8(_):
         (w8a8, "compressed-tensors", CompressedTensorsConfig),
         (fp8, "modelopt", modelopt.ModelOptFp8Config),
         (mixed_of_fp8, "modelopt_mixed", modelopt.ModelOptMixedPrecisionConfig),
+        (mxfp4, "mxfp4", Mxfp4Config),  # of a model other than GPT-OSS
     ],
 )
 def test_other_forms_are_vllms(form, name, kind, tmp_path, said):
@@ -144,7 +153,7 @@ def test_other_forms_are_vllms(form, name, kind, tmp_path, said):
     assert config.quantization == name
     assert type(quant_config(config)) is kind
     assert not said
-    with pytest.raises(ValueError, match="--quantization thunder_moe: the checkpoint has no NVFP4 or MXFP8 layers"):
+    with pytest.raises(ValueError, match="thunder_moe: the checkpoint has no NVFP4 or MXFP8 layers, and"):
         model_config(path, "thunder_moe")
 
 
@@ -161,16 +170,79 @@ def test_devices_without_kernels(monkeypatch, said):
     monkeypatch.setattr(experts, "current_platform", platform)
     assert model_config(CHECKPOINTS / NVFP4).quantization == "modelopt_fp4"
     assert "neither a CPU nor a CUDA GPU of compute capability 8.0 to 9.0" in said[0]
-    # GPT-OSS's model class refuses vLLM's methods, which leave out biases.
+    # GPT-OSS's model class refuses vLLM's methods, which leave out biases, but not those for MXFP4.
     assert model_config(CHECKPOINTS / GPT_OSS).quantization == "thunder_moe"
+    assert model_config(CHECKPOINTS / RELEASED_GPT_OSS).quantization == "gpt_oss_mxfp4"
 
 
-@pytest.mark.parametrize(("asked", "kind"), [(None, "ThunderGptOssForCausalLM"), ("modelopt_fp4", "GptOssForCausalLM")])
-def test_model_class_of_gpt_oss(asked, kind, said):
-    config = model_config(CHECKPOINTS / GPT_OSS, asked)
+@pytest.mark.parametrize(
+    ("checkpoint", "asked", "kind"),
+    [
+        (GPT_OSS, None, "ThunderGptOssForCausalLM"),
+        (GPT_OSS, "modelopt_fp4", "GptOssForCausalLM"),
+        (RELEASED_GPT_OSS, None, "ThunderGptOssForCausalLM"),
+        (RELEASED_GPT_OSS, "gpt_oss_mxfp4", "GptOssForCausalLM"),
+    ],
+)
+def test_model_class_of_gpt_oss(checkpoint, asked, kind, said):
+    config = model_config(CHECKPOINTS / checkpoint, asked)
     assert get_model_architecture(config)[0].__name__ == kind
     assert config.architecture == "GptOssForCausalLM"  # vLLM's settings for it
-    assert [line.endswith("which leaves out the biases of GPT-OSS's experts.") for line in said] == [True] * bool(asked)
+    assert len(said) == bool(asked)
+    drops = [line.endswith("which leaves out the biases of GPT-OSS's experts.") for line in said]
+    assert drops == [checkpoint == GPT_OSS] * bool(asked)
+
+
+def test_a_loaded_configuration_is_claimed_again():
+    """Its `architectures` have our class by then."""
+    config = model_config(CHECKPOINTS / RELEASED_GPT_OSS).hf_config
+    claim = get_quantization_config("thunder_moe").override_quantization_method
+    assert config.architectures == ["ThunderGptOssForCausalLM"]
+    assert claim(config.quantization_config, "thunder_moe", config) == "thunder_moe"
+
+
+@pytest.mark.parametrize(
+    ("architecture", "options", "ours"),
+    [
+        ("DeepseekV4ForCausalLM", {}, True),
+        ("DeepseekV4ForCausalLM", dict(expert_dtype="fp4"), True),
+        ("DeepSeekV4MTPModel", {}, True),  # its draft model
+        ("DeepseekV4ForCausalLM", dict(expert_dtype="fp8"), False),
+        ("DeepseekV4ForCausalLM", dict(moe_quant_algo="NVFP4"), False),
+        ("DeepseekV3ForCausalLM", {}, False),
+    ],
+)
+def test_deepseek_v4(architecture, options, ours, said):
+    """Its config.json says "fp8"; the experts are in MXFP4 unless another key says otherwise."""
+    method = get_quantization_config("thunder_moe")
+    model = SimpleNamespace(architectures=[architecture], **options)
+    content = {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic", **options}
+    assert method.override_quantization_method(content, None, model) == ("thunder_moe" if ours else None)
+    assert not said
+    if not ours:
+        with pytest.raises(ValueError, match="is no GPT-OSS or DeepSeek-V4 with MXFP4 experts"):
+            method.override_quantization_method(content, "thunder_moe", model)
+        return
+    assert method.override_quantization_method(content, "thunder_moe", model) == "thunder_moe"
+    config = method.from_config(content)
+    assert isinstance(config, get_quantization_config("deepseek_v4_fp8"))
+    assert config.get_name() == "deepseek_v4_fp8"
+    assert method.override_quantization_method(content, "deepseek_v4_fp8", model) is None
+    assert "on vLLM's own: --quantization deepseek_v4_fp8 was asked for" in said[0]
+
+
+@pytest.mark.parametrize("form", ["W4A16_NVFP4", "MIXED_PRECISION"])
+def test_heads_that_vllm_has_in_16_bits(form):
+    """Its loader would end in an error about the sizes of tensors."""
+    claim = get_quantization_config("thunder_moe").override_quantization_method
+    model = SimpleNamespace(architectures=["Qwen3NextForCausalLM"])
+    layers = {name: {"quant_algo": "W4A16_NVFP4"} for name in ("model.layers.0.mlp.experts", "lm_head")}
+    content = {"quant_method": "modelopt", "quant_algo": form, "ignore": [], "quantized_layers": layers}
+    with pytest.raises(ValueError, match="lm_head: got a quantized head, .* vLLM's Qwen3NextForCausalLM has"):
+        claim(content, None, model)
+    assert claim(content, None, SimpleNamespace(**vars(model), tie_word_embeddings=True)) == "thunder_moe"
+    del layers["lm_head"]
+    assert claim(content | {"ignore": ["lm_head"]}, None, model) == "thunder_moe"
 
 
 def test_model_class_of_llama4():

@@ -102,10 +102,10 @@ def test_key_of_compiled_graphs(monkeypatch):
     plugin.register()
     monkeypatch.setattr(graphs, "_choices", set())
     keys = [vllm.envs.compile_factors()[plugin.SWITCH]]
-    graphs.decide("dense layers", NVFP4, None)
+    graphs.decide("dense layers", "nvfp4", None)
     keys.append(vllm.envs.compile_factors()[plugin.SWITCH])
     graphs._choices.clear()
-    graphs.decide("dense layers", NVFP4, "of a test")
+    graphs.decide("dense layers", "nvfp4", "of a test")
     keys.append(vllm.envs.compile_factors()[plugin.SWITCH])
     monkeypatch.setattr(thunder_moe, "__version__", "9.9")
     keys.append(vllm.envs.compile_factors()[plugin.SWITCH])

@@ -163,6 +163,16 @@ def test_dense_layers(ranks, tmp_path):
         assert llm.collective_rpc(addresses)[0] == before
 
 
+def test_a_pattern_that_fits_nothing(tmp_path):
+    path, _ = saved(tmp_path / "source")
+    patterns = ["*.q_proj", "*.k_proj", "*.v_proj", "*.out"]
+    overrides = dict(quantization_config_dict_json=json.dumps({"linears": patterns}))
+    message = r"linears: '\*.out' fits no dense layer of the model; close names are \['model.layers.*.o_proj'"
+    with pytest.raises(ValueError, match=message), engine(path, hf_overrides=overrides, **ASKED):
+        pass
+    cleanup_dist_env_and_memory()
+
+
 @pytest.mark.parametrize("name", ["llama4", pytest.param("mixtral", marks=pytest.mark.slow)])
 def test_other_names(name, tmp_path):
     """Llama 4's checkpoints have one tensor (E, K, N) for all experts of a projection."""

@@ -1,4 +1,4 @@
-"""Claim NVFP4 and MXFP8 checkpoints for the quantization method "thunder_moe" and make configurations, 16-bit ones too.
+"""Claim NVFP4, MXFP8 and MXFP4 checkpoints for the method "thunder_moe" and make configurations, 16-bit ones too.
 Called by vLLM after plugin has registered it; calls methods and linears for the layers that our kernels run.
 
 vLLM asks every method of its registry whether it claims a checkpoint, plugins' methods before its own. A configuration
@@ -10,11 +10,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from difflib import get_close_matches
 from typing import Any
 
 import torch
 from compressed_tensors.quantization import QuantizationArgs
 from vllm.config.quantization import QuantizationConfigArgs, QuantSpec
+from vllm.distributed import get_pp_group
 from vllm.logger import init_logger
 from vllm.model_executor.layers.fused_moe import RoutedExperts
 from vllm.model_executor.layers.linear import LinearBase
@@ -28,7 +30,9 @@ from vllm.model_executor.layers.quantization.modelopt import (
     ModelOptNvFp4Config,
     ModelOptQuantConfigBase,
 )
+from vllm.model_executor.layers.quantization.mxfp4 import GptOssMxfp4Config, GptOssMxfp4MoEMethod
 from vllm.model_executor.layers.quantization.online.base import OnlineQuantizationConfig
+from vllm.model_executor.layers.quantization.utils.config_utils import find_matching_patterns
 from vllm.model_executor.layers.quantization.utils.quant_utils import kNvfp4Static
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.platforms import current_platform
@@ -41,12 +45,15 @@ from thunder_moe.integrations.vllm.linears import (
     modelopt_linear_method,
 )
 from thunder_moe.integrations.vllm.methods import compressed_tensors_method, modelopt_method, mxfp8_method
+from thunder_moe.integrations.vllm.mxfp4 import mxfp4_method
 from thunder_moe.integrations.vllm.online import ThunderOnlineMoEMethod
+from thunder_moe.selection import without_numbers
 
 __all__ = [
     "MODELS",
     "NAME",
     "ThunderCompressedTensorsConfig",
+    "ThunderGptOssMxfp4Config",
     "ThunderModelOptMixedPrecisionConfig",
     "ThunderModelOptMxFp8Config",
     "ThunderModelOptNvFp4Config",
@@ -63,6 +70,10 @@ MODELS = {
     "Llama4ForConditionalGeneration": "llama4_images",
 }
 
+# Classes of vLLM 0.32 whose head is in 16 bits, also if the checkpoint's is not.
+_16_BIT_HEADS = (
+    "FalconH1ForCausalLM", "JambaForCausalLM", "Plamo3ForCausalLM", "Qwen3NextForCausalLM", "Step3TextForCausalLM",
+)  # fmt: skip
 _ROUTERS = ("gate", "router", "shared_expert_gate")  # last parts of their names in vLLM
 
 logger = init_logger("vllm.thunder_moe")
@@ -141,6 +152,13 @@ class ThunderCompressedTensorsConfig(CompressedTensorsConfig):  # type: ignore[m
         return super()._get_scheme_from_parts(weight_quant, input_quant, output_quant, format, layer_name)
 
 
+class ThunderGptOssMxfp4Config(_Dtypes, GptOssMxfp4Config):  # type: ignore[misc]
+    """Read GPT-OSS as OpenAI released it, with experts in MXFP4 and all else in 16 bits."""
+
+    def _make_moe_method(self, moe: Any) -> Any:
+        return mxfp4_method(moe, GptOssMxfp4MoEMethod)
+
+
 def _format(args: QuantizationArgs | None) -> BlockFormat | None:
     """Return our number format for compressed-tensors' description of a quantization; None for other ones."""
     if args is not None and CompressedTensorsConfig._is_nvfp4_format(args):
@@ -159,14 +177,32 @@ class ThunderOnlineConfig(_Dtypes, OnlineQuantizationConfig):  # type: ignore[mi
         nvfp4 = QuantSpec(weight=kNvfp4Static)
         super().__init__(QuantizationConfigArgs(moe=nvfp4, linear=nvfp4 if linears else None))
         self.linears = linears
+        self._dense: list[str] = []  # names of the model's dense layers
 
     def resolve_quant_method_cls(self, layer_cls: type, prefix: str) -> Any:
         if issubclass(layer_cls, LinearBase):
+            self._dense.append(prefix)
             fused = self.packed_modules_mapping
             named = should_ignore_layer(prefix, ignore=self.linears, fused_mapping=fused, use_fnmatch=True)
             if not named or prefix.rpartition(".")[2] in _ROUTERS:
                 return None
         return super().resolve_quant_method_cls(layer_cls, prefix)
+
+    def require_matches(self) -> None:
+        """Raise a ValueError if a pattern fits no dense layer of the model; methods call it when vLLM has made all.
+
+        With pipeline parallelism it is a warning: a rank has some of the layers.
+        """
+        for pattern in self.linears:
+            options = dict(fused_mapping=self.packed_modules_mapping, use_fnmatch=True)
+            if any(any(find_matching_patterns(name, [pattern], **options)) for name in self._dense):
+                continue
+            kinds = dict.fromkeys(map(without_numbers, self._dense))
+            close = get_close_matches(without_numbers(pattern), kinds, n=3, cutoff=0)
+            problem = f"linears: {pattern!r} fits no dense layer of the model; close names are {close}"
+            if get_pp_group().world_size == 1:
+                raise ValueError(problem)
+            logger.warning_once("%s (of this pipeline stage)", problem)
 
     def _get_method_cls(self, spec: QuantSpec | None, table: Any, layer_cls: type) -> type | None:
         if spec is None:
@@ -207,10 +243,11 @@ class ThunderQuantizationConfig(ModelOptQuantConfigBase):  # type: ignore[misc]
     def override_quantization_method(
         cls, hf_quant_cfg: dict[str, Any], user_quant: str | None, hf_config: Any = None
     ) -> str | None:
-        """Claim a checkpoint with NVFP4 or MXFP8 layers; the log says why such a checkpoint is not claimed.
+        """Claim a checkpoint with NVFP4, MXFP8 or MXFP4 layers; the log says why such a checkpoint is not claimed.
 
-        Claimed checkpoints of `MODELS` get our model class by its name in `architectures`. GPT-OSS is claimed also on
-        devices where vLLM's kernels would run it, since vLLM's model silently drops biases: our class raises there.
+        Claimed checkpoints of `MODELS` get our model class by its name in `architectures`. GPT-OSS in NVFP4 or MXFP8 is
+        claimed also on devices where vLLM's kernels would run it, since vLLM's model silently drops biases: our class
+        raises there.
 
         Args:
             hf_quant_cfg: quantization_config of the checkpoint.
@@ -221,23 +258,31 @@ class ThunderQuantizationConfig(ModelOptQuantConfigBase):  # type: ignore[misc]
             Our name; None lets vLLM ask the next method.
 
         Raises:
-            ValueError: The user gave our name for a checkpoint that our kernels do not run.
+            ValueError: The user gave our name for a checkpoint that our kernels do not run, or vLLM's model class
+                cannot load the checkpoint's head.
         """
-        config_class = _config_class(hf_quant_cfg)
+        config_class = _config_class(hf_quant_cfg) if _is_known_model(hf_quant_cfg, hf_config) else None
         architectures = getattr(hf_config, "architectures", None) or []
         gpt_oss = any("GptOssFor" in name for name in architectures)
+        drops_biases = gpt_oss and config_class is not ThunderGptOssMxfp4Config
         reason = None
         if config_class is None:
-            reason = "the checkpoint has no NVFP4 or MXFP8 layers"
+            reason = "the checkpoint has no NVFP4 or MXFP8 layers, and is no GPT-OSS or DeepSeek-V4 with MXFP4 experts"
         elif user_quant not in (None, NAME):
             reason = f"--quantization {user_quant} was asked for"
-            if gpt_oss and config_class is not ThunderCompressedTensorsConfig:
+            if drops_biases and config_class is not ThunderCompressedTensorsConfig:
                 reason += ", which leaves out the biases of GPT-OSS's experts"
-        elif not gpt_oss and not ThunderExperts._supports_current_device():
+        elif not drops_biases and not ThunderExperts._supports_current_device():
             reason = "the device is neither a CPU nor a CUDA GPU of compute capability 8.0 to 9.0"
         elif config_class is ThunderModelOptMixedPrecisionConfig and not _quantized_layers(hf_quant_cfg):
             reason = "quantization_config in config.json has no quantized_layers"
         if reason is None:
+            unable = [name for name in architectures if name in _16_BIT_HEADS]
+            if unable and not getattr(hf_config, "tie_word_embeddings", False) and _has_quantized_head(hf_quant_cfg):
+                raise ValueError(
+                    f"lm_head: got a quantized head, wanted one in 16 bits, which vLLM's {unable[0]} has: quantize the"
+                    " model without lm_head (`python -m thunder_moe convert` leaves it out)"
+                )
             if architectures:
                 hf_config.architectures = [f"Thunder{name}" if name in MODELS else name for name in architectures]
             return NAME
@@ -245,7 +290,7 @@ class ThunderQuantizationConfig(ModelOptQuantConfigBase):  # type: ignore[misc]
             raise ValueError(f"--quantization {NAME}: {reason}; leave it out for vLLM's own kernels")
         if config_class is not None:
             logger.warning_once(
-                "NVFP4 and MXFP8 layers do not run on the kernels of thunder_moe, but on vLLM's own: %s.", reason
+                "NVFP4, MXFP8 and MXFP4 layers do not run on the kernels of thunder_moe, but on vLLM's own: %s.", reason
             )
         return None
 
@@ -257,6 +302,9 @@ class ThunderQuantizationConfig(ModelOptQuantConfigBase):  # type: ignore[misc]
         return config_class.from_config(config)
 
 
+# Methods in config.json and as vLLM renames them.
+_MXFP4 = ("mxfp4", "gpt_oss_mxfp4")
+_FP8 = ("fp8", "deepseek_v4_fp8")
 _ALGORITHMS = {
     "NVFP4": ThunderModelOptNvFp4Config,
     "W4A16_NVFP4": ThunderModelOptNvFp4Config,
@@ -265,13 +313,19 @@ _ALGORITHMS = {
 
 
 def _config_class(config: dict[str, Any]) -> type[QuantizationConfig] | None:
-    """Return our class for a quantization_config; None if it has no NVFP4 and MXFP8 layers."""
+    """Return our class for a quantization_config; None if it has no NVFP4, MXFP8 and MXFP4 layers."""
     if config.get("quant_method") == "compressed-tensors":
         groups = (group.get("weights") for group in config.get("config_groups", {}).values())
         ours = any(_format(QuantizationArgs.model_validate(group)) for group in groups if group)
         return ThunderCompressedTensorsConfig if ours else None
     if config.get("quant_method") == "mxfp8":  # MiniMax's name of ModelOpt's form
         return ThunderModelOptMxFp8Config
+    if config.get("quant_method") in _MXFP4:
+        return ThunderGptOssMxfp4Config
+    if config.get("quant_method") in _FP8:
+        from thunder_moe.integrations.vllm.deepseek_v4 import ThunderDeepseekV4Config
+
+        return ThunderDeepseekV4Config
     algorithm = ModelOptQuantConfigBase._extract_modelopt_quant_algo(config)
     if algorithm == "MIXED_PRECISION":
         algorithms = {layer.get("quant_algo", "").upper() for layer in _quantized_layers(config).values()}
@@ -279,10 +333,34 @@ def _config_class(config: dict[str, Any]) -> type[QuantizationConfig] | None:
     return _ALGORITHMS.get(algorithm)
 
 
+def _is_known_model(config: dict[str, Any], hf_config: Any) -> bool:
+    """True unless a quantization_config is claimed for some models alone, and the model is not one of them.
+
+    These are "mxfp4" for GPT-OSS, and "fp8" for DeepSeek-V4 and its draft models, whose experts are in MXFP4 then."""
+    architectures = getattr(hf_config, "architectures", None) or []
+    if config.get("quant_method") in _MXFP4:
+        return any(name.endswith("GptOssForCausalLM") for name in architectures)  # ours, too, of a loaded configuration
+    if config.get("quant_method") in _FP8:
+        deepseek_v4 = any(name.lower().startswith("deepseekv4") for name in architectures)
+        mxfp4 = getattr(hf_config, "expert_dtype", "fp4") == "fp4" and not config.get("moe_quant_algo")
+        return deepseek_v4 and mxfp4
+    return True
+
+
 def _quantized_layers(config: dict[str, Any]) -> dict[str, dict[str, Any]]:
     """Return the layers of MIXED_PRECISION; older checkpoints have them in hf_quant_config.json alone."""
     layers: dict[str, dict[str, Any]] = config.get("quantization", config).get("quantized_layers") or {}
     return layers
+
+
+def _has_quantized_head(config: dict[str, Any]) -> bool:
+    """True if a checkpoint of ModelOpt has a head that is not in 16 bits."""
+    config_class = _config_class(config)
+    if config_class is None or not issubclass(config_class, ModelOptQuantConfigBase):
+        return False
+    if config_class is ThunderModelOptMixedPrecisionConfig:
+        return "lm_head" in _quantized_layers(config)
+    return not config_class.from_config(config).is_layer_excluded("lm_head")
 
 
 def register_configs() -> None:

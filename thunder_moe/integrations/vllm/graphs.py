@@ -10,8 +10,6 @@ from __future__ import annotations
 import vllm.envs
 from vllm.logger import init_logger
 
-from thunder_moe.formats.block_format import BlockFormat
-
 __all__ = ["add_to_key", "decide"]
 
 # vLLM's log, where users look for what runs their experts.
@@ -19,16 +17,16 @@ logger = init_logger("vllm.thunder_moe")
 _choices: set[str] = set()  # of all models of this process
 
 
-def decide(what: str, format: BlockFormat, reason: str | None) -> bool:
+def decide(what: str, format: str, reason: str | None) -> bool:
     """True if there is no reason against our kernels; logs the decision and its reason.
 
     Args:
         what: "experts" or "dense layers".
-        format: of their weights.
+        format: the name of their weights' number format.
         reason: why vLLM's own kernels run them; None if ours do.
     """
-    _choices.add(f"{what} in {format.name}: {'thunder_moe' if reason is None else 'vLLM'}")
-    layers = f"{format.name.upper()} {what}"
+    _choices.add(f"{what} in {format}: {'thunder_moe' if reason is None else 'vLLM'}")
+    layers = f"{format.upper()} {what}"
     if reason is None:
         logger.info_once("%s run on the kernels of thunder_moe (THUNDER_MOE_VLLM=0 turns them off).", layers)
     else:

@@ -115,7 +115,7 @@ def compressed_tensors_scheme(format: BlockFormat, inputs: Any, layer_name: str)
 
 
 def _runs(format: BlockFormat) -> bool:
-    return decide("dense layers", format, dense_unsupported_reason(format))
+    return decide("dense layers", format.name, dense_unsupported_reason(format))
 
 
 class _Dense:
@@ -244,7 +244,7 @@ class ThunderOnlineLinearMethod(_Dense, OnlineLinearBase):  # type: ignore[misc]
         super().__init__()
         if (reason := dense_unsupported_reason(NVFP4)) is not None:
             raise ValueError(f"linears: got dense layers, which cannot become NVFP4: {reason}; leave linears out")
-        decide("dense layers", NVFP4, None)
+        decide("dense layers", NVFP4.name, None)
 
     def create_weights(self, layer: Any, input_size_per_partition: int, *args: Any, **options: Any) -> None:
         """Create vLLM's 16-bit parameter, on meta until the layer is loaded."""
@@ -254,6 +254,7 @@ class ThunderOnlineLinearMethod(_Dense, OnlineLinearBase):  # type: ignore[misc]
     def process_weights_after_loading(self, layer: Any) -> None:
         if _is_read_by_its_model(layer):
             raise ValueError(f"linears: got {_name(layer)!r}, whose weight its model reads itself; leave it out")
+        layer.quant_config.require_matches()
         if not getattr(layer, "_already_called_process_weights_after_loading", False):
             self.pack(layer, _name(layer))
             layer._already_called_process_weights_after_loading = True

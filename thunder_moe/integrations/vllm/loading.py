@@ -125,10 +125,12 @@ def require_whole_layer(layer: Any, layer_name: str) -> None:
     if info.kernel_tensors is None and _load_format() == "dummy":
         return
     loaded = {name for name, _ in info.loaded_weights}
+    head = getattr(layer, "shard_indices", None)  # vLLM pads the rows of a head
+    padding = 0 if head is None else layer.num_embeddings_per_partition - head.num_org_elements
     # vLLM loads some tensors in place: biases of linears and of the router. Many checkpoints lack the scales of 4-bit
     # activations.
     wanted = sum(
-        parameter.numel()
+        parameter.numel() - padding * (parameter.shape[1] if parameter.ndim > 1 else 0)
         for name, parameter in layer._parameters.items()
         if parameter is not None
         and (name in loaded or not (name in SKIP_TENSORS or name.startswith("input") or "_input_" in name))

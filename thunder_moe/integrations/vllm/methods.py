@@ -53,6 +53,7 @@ __all__ = [
     "ThunderMethod",
     "compressed_tensors_method",
     "experts_class",
+    "gate_then_up",
     "modelopt_method",
     "mxfp8_method",
 ]
@@ -63,13 +64,13 @@ def modelopt_method(quant_config: ModelOptNvFp4Config, moe_config: FusedMoEConfi
     reason = unsupported_reason(moe_config, experts_class(moe_config), NVFP4)
     if reason is None and quant_config.moe_activation_override is not None:
         reason = "4-bit activations are asked for by quantization_config.moe.activation"
-    kind = ModelOptThunderMoEMethod if decide("experts", NVFP4, reason) else ModelOptNvFp4FusedMoE
+    kind = ModelOptThunderMoEMethod if decide("experts", NVFP4.name, reason) else ModelOptNvFp4FusedMoE
     return kind(quant_config=quant_config, moe_config=moe_config)
 
 
 def mxfp8_method(quant_config: ModelOptMxFp8Config, moe_config: FusedMoEConfig) -> FusedMoEMethodBase:
     """Return our method for the experts of a ModelOpt checkpoint in MXFP8, or vLLM's if ours cannot run them."""
-    ours = decide("experts", MXFP8, unsupported_reason(moe_config, experts_class(moe_config), MXFP8))
+    ours = decide("experts", MXFP8.name, unsupported_reason(moe_config, experts_class(moe_config), MXFP8))
     kind = ModelOptThunderMxFp8MoEMethod if ours else ModelOptMxFp8FusedMoE
     return kind(quant_config=quant_config, moe_config=moe_config)
 
@@ -84,7 +85,7 @@ def compressed_tensors_method(
         moe_config: vLLM's, of the layer.
         reason: why our method cannot load the checkpoint; None if it can.
     """
-    if not decide("experts", format, reason or unsupported_reason(moe_config, experts_class(moe_config), format)):
+    if not decide("experts", format.name, reason or unsupported_reason(moe_config, experts_class(moe_config), format)):
         return None
     kind = CompressedTensorsThunderMoEMethod if format is NVFP4 else CompressedTensorsThunderMxFp8MoEMethod
     return kind(moe_config)
@@ -107,12 +108,12 @@ class ThunderMethod(FusedMoEMethodBase):  # type: ignore[misc]
     group_size = 16
     moe: FusedMoEConfig
     moe_kernel: Any
-    _one_scale = False
     _format = NVFP4
     _fields = FIELDS[NVFP4]  # the names of the checkpoint's tensors
 
     def __init__(self, moe_config: FusedMoEConfig, quant_config: Any = None) -> None:
         FusedMoEMethodBase.__init__(self, moe_config)
+        self._one_scale: set[str] = set()  # w13 or w2, if its experts have one global scale each
         self.quant_config = quant_config
 
     def get_fused_moe_quant_config(self, layer: Any) -> FusedMoEQuantConfig:
@@ -149,7 +150,7 @@ class ThunderMethod(FusedMoEMethodBase):  # type: ignore[misc]
         if self.moe.activation == MoEActivation.SWIGLUOAI:
             for name in ("weight", "weight_scale", *(["bias"] if self.moe.has_bias else [])):
                 rows = getattr(layer, f"w13_{name}").data
-                replace(layer, layer.layer_name, f"w13_{name}", _gate_then_up(rows))
+                replace(layer, layer.layer_name, f"w13_{name}", gate_then_up(rows))
         if self.moe.has_bias and self.moe.tp_rank > 0:  # ranks' outputs are added
             layer.w2_bias.data.zero_()
         layouts = {}
@@ -186,12 +187,14 @@ class ThunderMethod(FusedMoEMethodBase):  # type: ignore[misc]
 
     def _global_scales(self, layer: Any) -> dict[str, Tensor]:
         """Return the decode scales of w13, (E,) or one for each of its rows, and of w2, (E,); empty in MXFP8."""
-        first, second = layer.w13_weight_scale_2.data, layer.w2_weight_scale_2.data
-        return {"w13": self._row_scales(layer, first.float()), "w2": second.float().contiguous()}
+        first, second = layer.w13_weight_scale_2.data.float(), layer.w2_weight_scale_2.data
+        rows = first.repeat_interleave(layer.w13_weight.shape[1] // first.shape[1], 1)
+        return {"w13": self._row_scales(layer, "w13", rows), "w2": second.float().contiguous()}
 
     def maybe_roundup_sizes(self, hidden_size: int, *args: Any) -> tuple[int, int]:
         """Raise a ValueError if an exchange of tokens needs padded sizes: vLLM would not load padded weights."""
-        rounded: tuple[int, int] = super().maybe_roundup_sizes(hidden_size, *args)
+        # Not super(): Mxfp4MoEMethod pads for vLLM's kernels.
+        rounded: tuple[int, int] = FusedMoEMethodBase.maybe_roundup_sizes(self, hidden_size, *args)
         if rounded != (hidden_size, args[0]):
             backend = self.moe.moe_parallel_config.all2all_backend
             raise ValueError(
@@ -199,28 +202,26 @@ class ThunderMethod(FusedMoEMethodBase):  # type: ignore[misc]
             )
         return rounded
 
-    def _row_scales(self, layer: Any, scales: Tensor) -> Tensor:
-        """Return the decode scales (E, 2) of gate and up, or (E, 1) without a gate, as (E,) if each expert's are equal,
-        else as (E, 2I).
+    def _row_scales(self, layer: Any, name: str, scales: Tensor) -> Tensor:
+        """Return the decode scales (E, N) of the rows of w13 or w2, as (E,) if each expert's are equal.
 
         The shape must not depend on the values with EPLB, which moves experts between ranks, nor in a reload, which
         writes into the memory of the first load.
         """
         equal = bool((scales[:, :1] == scales).all())
-        if self.moe_kernel is None:
-            self._one_scale = equal and not self.moe.moe_parallel_config.enable_eplb
-        elif self._one_scale and not equal:
+        if self.moe_kernel is None and equal and not self.moe.moe_parallel_config.enable_eplb:
+            self._one_scale.add(name)
+        elif name in self._one_scale and not equal:
             raise ValueError(
-                f"w13_weight_scale_2 of {layer.layer_name!r}: got global scales of gate and up that differ, after"
-                " weights whose scales were the same; give both one scale, or start vLLM with these weights"
+                f"{name}_weight_scale_2 of {layer.layer_name!r}: got rows of an expert with global scales that differ"
+                " (in w13 those of gate and up), after weights whose scales were the same; start vLLM with these"
+                " weights, or give gate and up one scale"
             )
-        if self._one_scale:
-            return scales[:, 0].contiguous()
-        return scales.repeat_interleave(layer.w13_weight.shape[1] // scales.shape[1], 1)
+        return (scales[:, 0] if name in self._one_scale else scales).contiguous()
 
 
-def _gate_then_up(rows: Tensor) -> Tensor:
-    """Sort alternating rows of gate and up (E, 2I, ...) into gate's rows, then up's."""
+def gate_then_up(rows: Tensor) -> Tensor:
+    """Return alternating rows of gate and up (E, 2I, ...) as gate's rows, then up's."""
     return joined((rows[:, ::2], rows[:, 1::2]), 1)
 
 

@@ -50,7 +50,7 @@ class ThunderOnlineMoEMethod(ThunderMethod, OnlineMoEMethodBase):  # type: ignor
                 f"--quantization thunder_moe with a 16-bit checkpoint: its experts cannot become NVFP4: {reason}; leave"
                 " it out for 16-bit experts"
             )
-        decide("experts", NVFP4, None)
+        decide("experts", NVFP4.name, None)
 
     def create_weights(self, layer: Any, **options: Any) -> None:
         """Register vLLM's 16-bit parameters, on meta until a layer is loaded."""
@@ -58,6 +58,7 @@ class ThunderOnlineMoEMethod(ThunderMethod, OnlineMoEMethodBase):  # type: ignor
 
     def process_weights_after_loading(self, layer: Any) -> None:
         """Quantizes a layer; vLLM calls it when the layer is loaded, and again after the first load of all."""
+        layer.quant_config.require_matches()
         if not getattr(layer, "_already_called_process_weights_after_loading", False):
             super().process_weights_after_loading(layer)
             layer._already_called_process_weights_after_loading = True

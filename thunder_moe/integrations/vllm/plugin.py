@@ -27,13 +27,13 @@ def register() -> None:
     if switch not in ("", "0", "1"):
         raise ValueError(f"{SWITCH}: got {switch!r}, wanted 0 (off), 1 (on with every version of vLLM) or nothing")
     if switch == "0":
-        logger.info("NVFP4 and MXFP8 experts run on vLLM's own kernels: %s=0.", SWITCH)
+        logger.info("NVFP4, MXFP8 and MXFP4 experts run on vLLM's own kernels: %s=0.", SWITCH)
         return
     version = _vllm_version()
     if switch != "1" and not version.startswith(TESTED):
         logger.warning(
-            "NVFP4 and MXFP8 experts run on vLLM's own kernels: thunder_moe was tested with vLLM %s*, this is %s; %s=1"
-            " tries it.",
+            "NVFP4, MXFP8 and MXFP4 experts run on vLLM's own kernels: thunder_moe was tested with vLLM %s*, this is"
+            " %s; %s=1 tries it.",
             "*, ".join(TESTED), version, SWITCH,
         )  # fmt: skip
         return
