@@ -206,7 +206,7 @@ def test_the_registry_tells_layouts_by_the_shapes_that_modules_keep(name):
     for layout in module_layouts(format):
         qdata, scale, *_ = packed.to_layout(layout).blocks
         assert (tuple(qdata.shape), tuple(scale.shape)) == block_shapes(2, 128, 64, layout, format)
-        assert layout_of_blocks(tuple(qdata.shape), tuple(scale.shape), format) == layout
+        assert layout_of_blocks(qdata, scale, format) == layout
         assert find_layout(layout, format).format is format
     shapes = [block_shapes(2, 128, 64, layout, format)[0] for layout in module_layouts(format)]
     assert len({len(shape) for shape in shapes}) == len(shapes)

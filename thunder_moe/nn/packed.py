@@ -151,7 +151,7 @@ class PackedModule(AdaptableLinear):
     @property
     def layout(self) -> str:
         """Return the layout of the weights, by the shapes of the buffers."""
-        return layout_of_blocks(*self._shapes(self.qdata, self.scale), self.format)
+        return layout_of_blocks(self.qdata, self.scale, self.format, of_experts=self._of_experts)
 
     @property
     def packed_weight(self) -> PackedWeight:
@@ -166,8 +166,9 @@ class PackedModule(AdaptableLinear):
         snapshot = self.snapshot() if is_eager() else None
         if snapshot is not None:
             return snapshot.weight.format, snapshot.weight.layout, snapshot.operands
-        layout, (codes, *others) = self._in_rows([getattr(self, field) for field in self._fields])
-        return self.format, layout, (codes.transpose(-2, -1), *others)
+        format = self.format
+        layout, (codes, *others) = self._in_rows([getattr(self, field) for field in format.fields], format)
+        return format, layout, (codes.transpose(-2, -1), *others)
 
     def read_weight(self) -> PackedWeight:
         """Return the weight for one forward, as `read` does."""
@@ -213,20 +214,14 @@ class PackedModule(AdaptableLinear):
         """Return the tensors of a weight as the operators of the module take them."""
         return operands(weight)
 
-    def _shapes(self, qdata: Tensor, scale: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Return the shapes of two tensors of this module with the dimension of experts."""
-        shapes = tuple(qdata.shape), tuple(scale.shape)
-        return shapes if self._of_experts else ((1, *shapes[0]), (1, *shapes[1]))
-
-    def _in_rows(self, tensors: list[Tensor]) -> tuple[str, list[Tensor]]:
+    def _in_rows(self, tensors: list[Tensor], format: BlockFormat) -> tuple[str, list[Tensor]]:
         """Return the layout of tensors that are shaped as the buffers, and views whose codes and scales are rows of the
         weight, without the dimension of experts where the buffers lack it.
 
         A compiler traces each line for each weight of a model.
         """
         qdata, scale, *others = tensors
-        format = self.format
-        layout = layout_of_blocks(*self._shapes(qdata, scale), format)
+        layout = layout_of_blocks(qdata, scale, format, of_experts=self._of_experts)
         compiles = torch.compiler.is_compiling()
         if compiles:
             assert self._relaid >= 0
@@ -236,13 +231,13 @@ class PackedModule(AdaptableLinear):
             # An identity that fails for buffers of another rank: an exported program keeps this call, and the layout of
             # its buffers may change afterwards.
             qdata = qdata.permute(tuple(range(qdata.ndim)))
-        rows = self._weight_shape[:2] if self._of_experts else self._weight_shape[1:2]
+        rows = (self.num_experts, self.out_features) if self._of_experts else (self.out_features,)
         qdata = qdata.view(*rows, self.in_features // format.codes_per_byte)
         return layout, [qdata, scale.view(*rows, self.in_features // format.block_size), *others]
 
     def _weight_of(self, tensors: list[Tensor]) -> PackedWeight:
         """Return the weight (E, N, K) of tensors that are shaped as the buffers."""
-        layout, rows = self._in_rows(tensors)
+        layout, rows = self._in_rows(tensors, self.format)
         weight: PackedWeight = WEIGHTS[self.format_name].unchecked(*self._grouped(*rows), layout)
         return weight
 
