@@ -196,6 +196,18 @@ def test_an_exported_program_is_right_or_fails(pair):
     assert torch.equal(run(torch.export.load(file).module()), expected)
 
 
+def test_an_exported_dense_layer_is_right_or_fails(pair):
+    before, after = pair
+    layer = nn.Sequential(NVFP4Linear(quantize(torch.randn(1, 64, 128)).to_layout(before)))
+    expected = run(layer)
+    program = torch.export.export(layer, (X,))
+    assert torch.equal(run(program.module()), expected)
+    to_layout_(layer, after)
+    assert torch.equal(run(layer), expected)
+    with pytest.raises((RuntimeError, ValueError)):
+        run(program.module())
+
+
 @pytest.mark.parametrize("compile_it", [False, True])
 def test_a_backward_that_waits_is_right_or_fails(pair, compile_it):
     before, after = pair

@@ -13,6 +13,7 @@ storages.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -43,6 +44,18 @@ class Program:
 
     def __init__(self, steps: Sequence[Step]) -> None:
         self.steps = tuple(steps)
+        self._by_storage: dict[Hashable, list[int]] = defaultdict(list)  # the positions of the steps that have it
+        for position, step in enumerate(self.steps):
+            for storage in step.reads | step.writes:
+                self._by_storage[storage].append(position)
+        self._opaque = [position for position, step in enumerate(self.steps) if step.opaque]
+
+    def writer(self, storages: Iterable[Hashable], *, besides: int | None = None) -> Step | None:
+        """Return the first step that may change one of some tensors, but for the step at the position `besides`."""
+        storages = frozenset(storages)
+        positions = {*self._opaque, *(at for storage in storages for at in self._by_storage.get(storage, ()))}
+        found = (self.steps[position] for position in sorted(positions - {besides}))
+        return next((step for step in found if step.changes(storages)), None)
 
     def reason_against_fusing(
         self,
@@ -87,8 +100,7 @@ class Program:
 
     def reason_against_packing(self, storages: Iterable[Hashable]) -> str | None:
         """Return why what was packed before the call may be out of date in it: some step changes the weight."""
-        storages = frozenset(storages)
-        writer = next((step for step in self.steps if step.changes(storages)), None)
+        writer = self.writer(storages)
         return None if writer is None else f"the weight may be changed in place by {writer.name} in the same graph"
 
 

@@ -179,16 +179,19 @@ def block_shapes(
     return codes, (*codes[:-1], codes[-1] // format.bytes_of_scale)
 
 
-def layout_of_blocks(qdata: Tensor, scale: Tensor, format: BlockFormat = NVFP4) -> str:
+def layout_of_blocks(qdata: Tensor, scale: Tensor, format: BlockFormat = NVFP4, *, of_experts: bool = True) -> str:
     """Return the layout of codes and scales with shapes of `block_shapes`.
+
+    Args:
+        of_experts: False if they lack the dimension of experts.
 
     Raises:
         ValueError: they have other shapes, or shapes of different layouts.
     """
     codes, scales = tuple(qdata.shape), tuple(scale.shape)
-    layout = _BY_RANK.get((format.name, len(codes)))
+    layout = _BY_RANK.get((format.name, len(codes) if of_experts else len(codes) + 1))
     if layout is None:
-        wanted = f"(experts, out_features, {format.packed_features}) or blocks of it"
+        wanted = f"({'experts, ' * of_experts}out_features, {format.packed_features}) or blocks of it"
         raise ValueError(f"qdata: got shape {codes}, wanted {wanted}")
     if scales != (*codes[:-1], codes[-1] // format.bytes_of_scale):
         raise ValueError(

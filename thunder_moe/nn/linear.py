@@ -93,25 +93,25 @@ class NVFP4Linear(PackedModule):
 
     def forward(self, x: Tensor) -> Tensor:
         """Run the linear: (..., K) -> (..., N)."""
-        weight, tensors = self.read()
-        mm = operator_for("f16a_nvfp4weight_scaled_mm", weight.format)
-        out: Tensor = mm(x, *tensors, self.bias, layout=weight.layout)
+        format, layout, tensors = self.read()
+        mm = operator_for("f16a_nvfp4weight_scaled_mm", format)
+        out: Tensor = mm(x, *tensors, self.bias, layout=layout)
         return out
 
     def rows(self, x: Tensor, begin: int, size: int) -> Tensor:
         """Return ``self(x)[..., begin : begin + size]``; compute only these output rows if the layout stores them
         separately."""
-        weight, (codes, scale, *others) = self.read()
+        format, layout, (codes, scale, *others) = self.read()
         bias: Tensor | None = self.bias
-        tile = self.out_features // block_shapes(*weight.shape, weight.layout, weight.format)[0][1]  # rows of a block
+        tile = self.out_features // block_shapes(*self._weight_shape, layout, format)[0][1]  # rows of a block
         if begin % tile or size % tile:
             whole: Tensor = self(x)
             return whole[..., begin : begin + size]
         bias = None if bias is None else bias.narrow(0, begin, size)
         others = [each if each.ndim == 0 else each.narrow(0, begin, size) for each in others]
-        mm = operator_for("f16a_nvfp4weight_scaled_mm", weight.format)
+        mm = operator_for("f16a_nvfp4weight_scaled_mm", format)
         tensors = codes.narrow(1, begin, size), scale.narrow(0, begin, size), *others
-        out: Tensor = mm(x, *tensors, bias, layout=weight.layout)
+        out: Tensor = mm(x, *tensors, bias, layout=layout)
         return out
 
     def to_linears(self) -> list[nn.Linear]:

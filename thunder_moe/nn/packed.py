@@ -151,24 +151,29 @@ class PackedModule(AdaptableLinear):
     @property
     def layout(self) -> str:
         """Return the layout of the weights, by the shapes of the buffers."""
-        qdata, scale = self._grouped(self.qdata, self.scale)
-        return layout_of_blocks(qdata, scale, self.format)
+        return layout_of_blocks(self.qdata, self.scale, self.format, of_experts=self._of_experts)
 
     @property
     def packed_weight(self) -> PackedWeight:
         """Return the weight (E, N, K) in its number format, which shares the buffers' memory."""
-        return self._weight_of(tuple([getattr(self, field) for field in self._fields]))
+        return self._weight_of([getattr(self, field) for field in self._fields])
 
-    def read(self) -> tuple[PackedWeight, tuple[Tensor, ...]]:
-        """Return the weight and its tensors as the module's operator takes them, for one forward.
+    def read(self) -> tuple[BlockFormat, str, tuple[Tensor, ...]]:
+        """Return format and layout of the weight, and its tensors as the module's operator takes them, for one forward.
 
         In eager code they are a snapshot: `set_weight`, `to_layout_` and ``.to`` of other threads do not change them.
         """
         snapshot = self.snapshot() if is_eager() else None
         if snapshot is not None:
-            return snapshot.weight, snapshot.operands
-        weight = self.packed_weight
-        return weight, self._operands(weight)
+            return snapshot.weight.format, snapshot.weight.layout, snapshot.operands
+        format = self.format
+        layout, (codes, *others) = self._in_rows([getattr(self, field) for field in format.fields], format)
+        return format, layout, (codes.transpose(-2, -1), *others)
+
+    def read_weight(self) -> PackedWeight:
+        """Return the weight for one forward, as `read` does."""
+        snapshot = self.snapshot() if is_eager() else None
+        return self.packed_weight if snapshot is None else snapshot.weight
 
     def snapshot(self) -> Snapshot | None:
         """Return the snapshot of the current weight; None for buffers without an address. Only for eager code."""
@@ -199,7 +204,7 @@ class PackedModule(AdaptableLinear):
         if 0 in addresses:  # on "meta"
             return None
         tensors = [buffer for buffer in buffers if buffer is not None]
-        weight = self._weight_of(tuple([tensor.detach() for tensor in tensors]))
+        weight = self._weight_of([tensor.detach() for tensor in tensors])
         references = tuple([Reference(tensor, place) for tensor in tensors])
         snapshot = Snapshot(addresses, weight, self._operands(weight), references)
         place.latest = snapshot
@@ -209,23 +214,31 @@ class PackedModule(AdaptableLinear):
         """Return the tensors of a weight as the operators of the module take them."""
         return operands(weight)
 
-    def _weight_of(self, tensors: tuple[Tensor, ...]) -> PackedWeight:
-        """Return the weight (E, N, K) of tensors that are shaped as the buffers."""
-        format = BLOCK_FORMATS[self.format_name]
-        qdata, scale, *others = tensors if self._of_experts else self._grouped(*tensors)
-        layout = layout_of_blocks(qdata, scale, format)
-        if torch.compiler.is_compiling():
+    def _in_rows(self, tensors: list[Tensor], format: BlockFormat) -> tuple[str, list[Tensor]]:
+        """Return the layout of tensors that are shaped as the buffers, and views whose codes and scales are rows of the
+        weight, without the dimension of experts where the buffers lack it.
+
+        A compiler traces each line for each weight of a model.
+        """
+        qdata, scale, *others = tensors
+        layout = layout_of_blocks(qdata, scale, format, of_experts=self._of_experts)
+        compiles = torch.compiler.is_compiling()
+        if compiles:
             assert self._relaid >= 0
-        if layout != LINEAR:
-            if torch.compiler.is_compiling():
-                # An identity that fails for buffers of another rank: an exported program keeps these calls, and the
-                # layout of its buffers may change afterwards.
-                dims = tuple(range(qdata.ndim))
-                qdata, scale = qdata.permute(dims), scale.permute(dims)
-            rows = self._weight_shape[:2]
-            qdata = qdata.view(*rows, self.in_features // format.codes_per_byte)
-            scale = scale.view(*rows, self.in_features // format.block_size)
-        weight: PackedWeight = WEIGHTS[format.name].unchecked(qdata, scale, *others, layout)
+        if layout == LINEAR:
+            return layout, tensors
+        if compiles:
+            # An identity that fails for buffers of another rank: an exported program keeps this call, and the layout of
+            # its buffers may change afterwards.
+            qdata = qdata.permute(tuple(range(qdata.ndim)))
+        rows = (self.num_experts, self.out_features) if self._of_experts else (self.out_features,)
+        qdata = qdata.view(*rows, self.in_features // format.codes_per_byte)
+        return layout, [qdata, scale.view(*rows, self.in_features // format.block_size), *others]
+
+    def _weight_of(self, tensors: list[Tensor]) -> PackedWeight:
+        """Return the weight (E, N, K) of tensors that are shaped as the buffers."""
+        layout, rows = self._in_rows(tensors, self.format)
+        weight: PackedWeight = WEIGHTS[self.format_name].unchecked(*self._grouped(*rows), layout)
         return weight
 
     @alone

@@ -65,9 +65,9 @@ class NVFP4GroupedLinear(PackedModule):
         Raises:
             ValueError: as the operator; bias_scale without a bias.
         """
-        (weight, tensors), offsets, x = self.read(), int32(offsets), autocast_rows(x)
-        grouped_mm = operator_for("f16a_nvfp4weight_scaled_grouped_mm", weight.format)
-        out: Tensor = grouped_mm(x, *tensors, offsets, layout=weight.layout)
+        (format, layout, tensors), offsets, x = self.read(), int32(offsets), autocast_rows(x)
+        grouped_mm = operator_for("f16a_nvfp4weight_scaled_grouped_mm", format)
+        out: Tensor = grouped_mm(x, *tensors, offsets, layout=layout)
         if self.bias is not None:
             out = torch.ops.thunder_moe.grouped_bias(out, offsets, self.local_bias, bias_scale)
         elif bias_scale is not None:
@@ -98,9 +98,9 @@ class NVFP4GroupedSwiGLU(nn.Module):
             gate, up = self.gate_up_proj(x, offsets).chunk(2, -1)
             out: Tensor = self.down_proj(F.silu(gate) * up, offsets)
             return out
-        (gate_up, tensors), x, offsets = self.gate_up_proj.read(), autocast_rows(x), int32(offsets)
-        swiglu = operator_for("f16a_nvfp4weight_grouped_swiglu", gate_up.format)
-        out = self.down_proj(swiglu(x, *tensors, offsets, layout=gate_up.layout), offsets)
+        (format, layout, tensors), x, offsets = self.gate_up_proj.read(), autocast_rows(x), int32(offsets)
+        swiglu = operator_for("f16a_nvfp4weight_grouped_swiglu", format)
+        out = self.down_proj(swiglu(x, *tensors, offsets, layout=layout), offsets)
         return out
 
 
@@ -133,4 +133,4 @@ def weights_to_fuse(experts: nn.Module) -> tuple[PackedWeight, PackedWeight] | N
         return None
     if gate_up.format_name != down.format_name:
         return None
-    return gate_up.read()[0], down.read()[0]
+    return gate_up.read_weight(), down.read_weight()

@@ -197,10 +197,10 @@ class NVFP4GroupedMLP(nn.Module):
         early = None if by_operators else scales  # the factors that the rows of the down projection have already
         fusible = form is not None and form.kind == "swiglu" and form.interleave is None
         if fusible and form is not None and calls_only_its_class(gate_up, NVFP4GroupedLinear):
-            (weight, tensors), config = gate_up.read(), form.swiglu_config
-            rows = operator_for("f16a_nvfp4weight_grouped_swiglu", weight.format)(
+            (format, layout, tensors), config = gate_up.read(), form.swiglu_config
+            rows = operator_for("f16a_nvfp4weight_grouped_swiglu", format)(
                 x, *tensors, ends, None, None, gate_up.local_bias,
-                layout=weight.layout, alpha=config.alpha, limit=config.limit, up_shift=config.up_shift,
+                layout=layout, alpha=config.alpha, limit=config.limit, up_shift=config.up_shift,
             )  # fmt: skip
             rows = rows if early is None else ops.grouped_bias(rows, ends, None, None, early)
         elif form is not None:
@@ -209,9 +209,9 @@ class NVFP4GroupedMLP(nn.Module):
             rows = self.activation(gate_up(x, ends), early)
         out: Tensor
         if by_operators:
-            weight, tensors = self.down_proj.read()
-            grouped_mm = operator_for("f16a_nvfp4weight_scaled_grouped_mm", weight.format)
-            out = grouped_mm(rows, *tensors, ends, layout=weight.layout)
+            format, layout, tensors = self.down_proj.read()
+            grouped_mm = operator_for("f16a_nvfp4weight_scaled_grouped_mm", format)
+            out = grouped_mm(rows, *tensors, ends, layout=layout)
             out = ops.grouped_bias(out, ends, self.down_proj.local_bias, None, scales)
         else:
             out = down(rows, ends, scales) if self.down_proj.bias is not None else down(rows, ends)

@@ -281,6 +281,24 @@ def test_compiled_steps_of_any_number():
     assert caches() == before
 
 
+@pytest.mark.parametrize("fails", [False, True])
+def test_old_objects_are_not_collected_while_the_step_compiles(fails):
+    found, before = [], gc.get_threshold()
+
+    def backend(graph, inputs):
+        found.append(gc.get_threshold())
+        if fails:
+            raise ZeroDivisionError
+        return graph
+
+    model = tiny_model("mixtral", torch.float32).eval()
+    options = dict(do_sample=False, compile_config=CompileConfig(backend=backend, mode=None))
+    with pytest.raises(Exception, match="ZeroDivisionError") if fails else contextlib.nullcontext():
+        model.generate(PROMPT[1:2], max_new_tokens=3, custom_generate=fast_generate, **options)
+    assert found == [(*before[:2], 2**31 - 1)]
+    assert gc.get_threshold() == before
+
+
 def test_memory_goes_with_the_model():
     model = quantize_(tiny_model("qwen3_moe", torch.float32)).eval()
     model.generate(PROMPT, max_new_tokens=3, do_sample=False, custom_generate=fast_generate)

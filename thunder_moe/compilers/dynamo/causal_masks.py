@@ -65,6 +65,6 @@ def _made_from_sizes(mask: fx.Node) -> list[fx.Node] | None:
         waiting += node.all_input_nodes
     storages = storages_of([value_of(node) for node in needed])
     program = program_of(mask.graph, grad_modes(mask.graph, True), value_of, {})
-    if any(step.changes(storages) for step in program.steps):
+    if program.writer(storages) is not None:
         return None
     return [node for node in mask.graph.nodes if node in needed]

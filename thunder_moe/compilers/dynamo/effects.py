@@ -128,7 +128,7 @@ def _step(
                 storage
                 for program, inputs in nested
                 for storage in reads | inputs
-                if any(step.changes((storage,)) for step in program.steps)
+                if program.writer((storage,)) is not None
             }
             # If the subgraph writes an input that is not an argument of this call, it may alias any argument.
             return changed if changed <= reads else reads

@@ -100,6 +100,5 @@ def _is_settled(root: Scope, node: fx.Node, places: slice) -> bool:
     storages = storages_of([value_of(operand) for operand in operands])
     known = len(node.args) >= places.stop
     known = known and all(value_of(operand) is not None for operand in operands if operand is not None)
-    own = root.positions[node]
-    changed = any(step.changes(storages) for at, step in enumerate(root.program.steps) if at != own)
-    return known and storages <= root.input_storages and not changed
+    known = known and storages <= root.input_storages
+    return known and root.program.writer(storages, besides=root.positions[node]) is None

@@ -201,7 +201,7 @@ def _source_of_ids(ids: Any, experts: Any) -> Any:
 
 def _is_changed(program: Program, ids: fx.Node) -> bool:
     storages = storages_of(value_of(ids))
-    return not storages or any(step.changes(storages) for step in program.steps)
+    return not storages or program.writer(storages) is not None
 
 
 def _reason(scope: Scope, graph: _Graph, router: Router) -> str | None:

@@ -167,12 +167,12 @@ class NVFP4Experts(nn.Module):
         form = self.form
         plain = calls_only_its_class(first, NVFP4GroupedLinear) and calls_only_its_class(second, NVFP4GroupedLinear)
         if form.swiglu is not None and not form.post_norm and plain:
-            (gate_up, of_gate_up), (down, of_down) = first.read(), second.read()
-            if gate_up.format is down.format:
-                run = operator_for("f16a_nvfp4weight_moe_experts", gate_up.format)
+            (format, gate_up_layout, gate_up), (of_down, down_layout, down) = first.read(), second.read()
+            if format is of_down:
+                run = operator_for("f16a_nvfp4weight_moe_experts", format)
                 out: Tensor = run(
-                    *inputs, *of_gate_up, *of_down, *biases, *(order or (None, None, None)),
-                    weight_on_input=form.weight_on_input, gate_up_layout=gate_up.layout, down_layout=down.layout,
+                    *inputs, *gate_up, *down, *biases, *(order or (None, None, None)),
+                    weight_on_input=form.weight_on_input, gate_up_layout=gate_up_layout, down_layout=down_layout,
                     alpha=form.swiglu.alpha, limit=form.swiglu.limit, up_shift=form.swiglu.up_shift,
                 )  # fmt: skip
                 return out
@@ -342,7 +342,7 @@ def _weight_of(linear: Any) -> PackedWeight:
             f"NVFP4Experts: a projection is a {type(linear).__name__} with hooks or a forward of its own, which would"
             " not run: experts are one operator; hook or wrap the experts module, or dequantize_ it before"
         )
-    weight: PackedWeight = linear.read()[0]
+    weight: PackedWeight = linear.read_weight()
     return weight
 
 
