@@ -6,6 +6,7 @@ Called by `python -m benchmarks training`; calls kernels.select, GroupedMLP, bot
     bias           the gradient of a bias (E, N), beside index_add_ of float32 rows; its share of the memory's bandwidth
     activation     SwiGLU times a scale per row and its backward, beside torch's operations; likewise
     step           forward and backward of GroupedMLP, beside three grouped_mm and torch's operations: time, peak memory
+    recipes        the same step by each 8-bit recipe, in eager mode, beside GroupedMLP in 16 bits
     checks         one CUDA graph of forward and backward under other routings, synchronization, bits of bias gradients
 
 Bandwidth is measured by a kernel that reads and writes 1 GiB each, in the same run. "even": all experts have as many
@@ -38,6 +39,7 @@ from benchmarks.harness.report import (
 from benchmarks.harness.shapes import MoEShape
 from benchmarks.harness.timing import measure
 from thunder_moe.activations import SWIGLU
+from thunder_moe.kernels.recipes import RECIPES
 from thunder_moe.kernels.select import training_kernels
 from thunder_moe.progress import progress_bar
 
@@ -48,13 +50,15 @@ MODELS = {
         MoEShape("qwen3-30b-a3b", 2048, 768, 128, 8),
         MoEShape("mixtral-8x7b", 4096, 14336, 8, 2),
         MoEShape("gpt-oss-20b", 2880, 2880, 32, 4),
+        MoEShape("deepseek-v3/ep8", 7168, 2048, 32, 1),  # one of eight ranks' experts
         MoEShape("small", 64, 32, 4, 2),  # for a CPU
     )
 }
 ROUTINGS = ("even", "zipf")
-PARTS = ("dgrad", "wgrad", "main_grad", "bias", "activation", "step", "checks")
+PARTS = ("dgrad", "wgrad", "main_grad", "bias", "activation", "step", "recipes", "checks")
 KEYS = ("part", "model", "of", "rows", "routing")
 TOLERANCE = 1e-2  # of bf16 results, beside torch's
+OF_8_BITS = 0.1  # of 8-bit recipes, beside 16 bits: the format's error
 Calls = dict[str, Callable[[], Any]]
 
 
@@ -152,9 +156,9 @@ def _random(*shape: int, device: torch.device, dtype: torch.dtype = torch.bfloat
     return torch.randn(*shape, device=device, dtype=dtype)
 
 
-def _compare(what: str, got: Tensor, wanted: Tensor) -> None:
+def _compare(what: str, got: Tensor, wanted: Tensor, tolerance: float = TOLERANCE) -> None:
     error = relative_error(got, wanted)
-    if error > TOLERANCE:
+    if error > tolerance:
         raise RuntimeError(f"{what} is wrong: relative error {error:.2g}")
 
 
@@ -313,31 +317,63 @@ def _step(shape: MoEShape, rows: int, offsets: Tensor) -> Iterator[Cell]:
         ),
         "thunder": (thunder.jit(ours, executors=[moe_executor, *thunder.get_default_executors()]), ours),
     }
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RewriteWarning)  # weights that train stay 16-bit, as intended
+        calls, more = _checked(models, (x, offsets, scales, grad))
+    yield "forward + backward", 0, "torch eager", calls, more
+    torch._dynamo.reset()
+
+
+def _recipes(shape: MoEShape, rows: int, offsets: Tensor) -> Iterator[Cell]:
+    from thunder_moe import GroupedMLP
+
+    device = offsets.device
+    x = _random(rows, shape.hidden_size, device=device).requires_grad_()
+    scales = torch.rand(rows, device=device).requires_grad_()
+    grad = _random(rows, shape.hidden_size, device=device)
+    models: dict[str, tuple[Callable[..., Tensor], nn.Module]] = {}
+    for recipe in (None, *RECIPES):
+        sizes = shape.num_experts, shape.hidden_size, shape.intermediate_size
+        block: Any = GroupedMLP(*sizes, dtype=torch.bfloat16, device=device, recipe=recipe)
+        if models:
+            first: Any = models["bf16"][1]
+            block.gate_up_proj.weight, block.down_proj.weight = first.gate_up_proj.weight, first.down_proj.weight
+        models[recipe or "bf16"] = block, block
+    calls, more = _checked(models, (x, offsets, scales, grad), OF_8_BITS)
+    yield "forward + backward", 0, "bf16", calls, more
+
+
+def _checked(
+    models: dict[str, tuple[Callable[..., Tensor], nn.Module]], inputs: tuple[Tensor, ...], tolerance: float = TOLERANCE
+) -> tuple[Calls, dict[str, Any]]:
+    """Return the steps of models, whose results have been compared with the first one's, and peaks of memory on CUDA.
+
+    Args:
+        models: name -> a callable, and the module that holds its parameters.
+        inputs: x (M, H), offsets, scales (M,), the output's gradient (M, H).
+    """
     calls: Calls = {}
     peak: dict[str, float] = {}
     wanted = None
     for name, (run, module) in models.items():
-        calls[name] = partial(_steps, run, [*module.parameters()], x, offsets, scales, grad)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", RewriteWarning)  # weights that train stay 16-bit, as intended
-            results = [result.detach().clone() for result in calls[name]()]
+        calls[name] = partial(_steps, run, [*module.parameters()], *inputs)
+        results = [result.detach().clone() for result in calls[name]()]
         wanted = wanted or results
         for what, got, expected in zip(("output", "gradient of x"), results, wanted, strict=True):
-            _compare(f"the {what} of {name}", got, expected)
-        if device.type == "cuda":
+            _compare(f"the {what} of {name}", got, expected, tolerance)
+        if inputs[0].is_cuda:
             calls[name]()
-            ours.zero_grad()
-            torchs.zero_grad()
+            for _, each in models.values():
+                each.zero_grad()
             torch.cuda.synchronize()
             torch.cuda.reset_peak_memory_stats()
             before = torch.cuda.memory_allocated()
             calls[name]()
             torch.cuda.synchronize()
             peak[name] = (torch.cuda.max_memory_allocated() - before) / 2**20
-    ours.zero_grad()
-    torchs.zero_grad()
-    yield "forward + backward", 0, "torch eager", calls, {"peak_mib": peak} if peak else {}
-    torch._dynamo.reset()
+    for _, each in models.values():
+        each.zero_grad()
+    return calls, {"peak_mib": peak} if peak else {}
 
 
 def _checks(shape: MoEShape, rows: int, device: torch.device) -> dict[str, Any]:
@@ -396,6 +432,7 @@ CELLS: dict[str, Callable[[MoEShape, int, Tensor], Iterator[Cell]]] = {
     "bias": _bias,
     "activation": _activation,
     "step": _step,
+    "recipes": _recipes,
 }
 
 
@@ -406,7 +443,7 @@ def _plot(path: Any, rows: list[dict[str, Any]], device: torch.device) -> Any:
         lines = panels.setdefault(f"{row['part']}, {row['model']}", {})
         for name, ratio in row["times_faster"].items():
             if "interleave" not in name and row["routing"] == "even":
-                label = name if row["part"] == "step" else f"{row['of']}, {name}"
+                label = name if row["part"] in ("step", "recipes") else f"{row['of']}, {name}"
                 lines.setdefault(label, []).append((row["rows"], ratio))
     return plot_lines(
         path.with_suffix(".png"), panels, x="rows", y="times faster than torch", reference=1.0,

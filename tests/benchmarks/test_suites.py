@@ -187,7 +187,7 @@ def test_routers_that_choose_others_are_refused(tmp_path, monkeypatch):
 
 
 def test_training_runs_end_to_end(tmp_path, monkeypatch):
-    parts = "dgrad,wgrad,main_grad,bias,activation,checks"
+    parts = "dgrad,wgrad,main_grad,bias,activation,recipes,checks"
     arguments = ["--device", "cpu", "--rounds", "3", "--budget", "0.05", "--rows", "40", "--output", str(tmp_path)]
     rows = main(["training", *arguments, "--parts", parts])
     content = json.loads((tmp_path / f"training_{HERE}.json").read_text())
