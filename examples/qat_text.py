@@ -1,5 +1,5 @@
 """Trains the byte model of llama4_moe_text.py plainly and with the values of NVFP4, and compares both in 4 bits.
-Called by users: `python examples/qat_text.py --help`; calls llama4_moe_text.py beside it and thunder_moe.
+Called by users: `python examples/qat_text.py --help`, and by recipes_text.py; calls llama4_moe_text.py and thunder_moe.
 
 train a part of the steps -> the rest plainly | with prepare_qat_ -> quantize_ both -> held-out bits per byte. Both see
 the same bytes. It reports which share of NVFP4's loss quantization-aware training wins back.
@@ -40,8 +40,8 @@ from thunder_moe.progress import progress_bar
 
 def train(
     model: ByteModel, optimizer: MasterAdamW, text: Tensor, steps: range, seed: int, device: torch.device, label: str
-) -> None:
-    """Runs some of the training's steps, each on bytes that its number chooses."""
+) -> list[float]:
+    """Runs some of the training's steps, each on bytes that its number chooses; returns their bits per byte."""
     bar = progress_bar(steps, desc=label, unit="step")
     losses: list[float] = []
     for step in bar:
@@ -52,6 +52,7 @@ def train(
         optimizer.step()
         losses.append(float(loss.detach()) / math.log(2))
         bar.set_postfix(bits_per_byte=f"{statistics.fmean(losses[-20:]):.3f}", refresh=False)
+    return losses
 
 
 @torch.no_grad()

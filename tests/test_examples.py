@@ -280,6 +280,28 @@ def test_quantization_aware_training(tmp_path: Path, monkeypatch: pytest.MonkeyP
         example.main(["--steps", "4", "--qat-steps", "4"])
 
 
+# examples/recipes_text.py
+
+
+@pytest.mark.slow
+def test_training_in_8_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "examples"))
+    example = load_example("recipes_text")
+    few_batches(monkeypatch, example, 1)
+    sizes = ["--steps", "3", "--seeds", "2", "--hidden", "32", "--layers", "1"]
+    numbers = example.main([*sizes, "--output", str(tmp_path)])
+    assert json.loads((tmp_path / "recipes_text.json").read_text())["summary"] == numbers["summary"]
+    assert (tmp_path / "recipes_text.png").stat().st_size > 1000
+    losses = {(run["recipe"], run["seed"]): run["losses"] for run in numbers["runs"]}
+    assert len(losses) == 6
+    assert losses["bf16", 0] != losses["bf16", 1]
+    for recipe in ("mxfp8", "fp8"):
+        assert losses[recipe, 0] != losses["bf16", 0]
+        assert losses[recipe, 0] == pytest.approx(losses["bf16", 0], rel=0.05)
+    with pytest.raises(SystemExit):
+        example.main(["--seeds", "0"])
+
+
 # examples/finetune_lora.py
 
 
