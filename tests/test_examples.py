@@ -14,7 +14,7 @@ from types import ModuleType
 
 import pytest
 import torch
-from tiny_models import tiny_model
+from tiny_models import save_model_and_text, tiny_model
 from torch.torch_version import TorchVersion
 
 from thunder_moe import GroupedSwiGLU
@@ -362,3 +362,27 @@ def test_small_moe(small_moe: ModuleType, tmp_path: Path, monkeypatch: pytest.Mo
     assert 4 < float(own) < 7
     with pytest.raises(SystemExit):
         small_moe.main([str(tmp_path), "--hidden", "48"])
+
+
+# examples/calibrate.py
+
+
+def test_calibrate(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    save_model_and_text(tmp_path)
+    (tmp_path / "text.txt").rename(tmp_path / "model" / "held_out.txt")
+    example = load_example("calibrate")
+    arguments = [str(tmp_path / "model"), "--context", "8", "--linears", "*_proj"]
+    found = example.main(arguments)
+    assert [each.name for each in found] == ["rounded", "mse", "calibrated", "calibrated, mse"]
+    assert found[0].kl_change == (0, 0)
+    assert found[2].kl_change[0] < 2 * found[2].kl_change[1]
+    content = json.loads((tmp_path / "model" / "calibrate.json").read_text())
+    assert content["rows"] == [6, 6]
+    assert content["models"][2]["kl"] == [*found[2].kl]
+    assert all(weight["calibrated"] < weight["rounded"] for weight in content["weights"])
+    assert "calibrated, mse" in capsys.readouterr().out
+    example.main([*arguments, "--text", str(tmp_path / "model" / "held_out.txt")])
+    assert json.loads((tmp_path / "model" / "calibrate.json").read_text())["rows"] == [12, 6]
+    for options in (["--rows", "1"], ["--context", "40"]):
+        with pytest.raises(SystemExit):
+            example.main([str(tmp_path / "model"), *options])

@@ -3,6 +3,8 @@ Called by the tests of integrations and examples; calls transformers. `ARCHITECT
 those whose names, tied heads, biases or layers are special: for what is cheap enough to run over all.
 """
 
+import random
+
 import torch
 from torch import nn
 
@@ -159,3 +161,17 @@ def tiny_model(name: str, dtype: torch.dtype = torch.float32, config=None, **opt
 def tokens(batch: int = 2, length: int = 9) -> torch.Tensor:
     """int64 (batch, length), the same at each call."""
     return torch.randint(1, VOCABULARY, (batch, length), generator=torch.Generator().manual_seed(3))
+
+
+def save_model_and_text(folder) -> None:
+    """Saves a tiny model with a tokenizer as folder/model, and 100 of its words as folder/text.txt."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    words = ["<unk>", *(f"w{i}" for i in range(1, VOCABULARY))]
+    tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>").save_pretrained(folder / "model")
+    tiny_model("qwen3_moe").save_pretrained(folder / "model")
+    generator = random.Random(1)
+    (folder / "text.txt").write_text(" ".join(f"w{generator.randint(1, VOCABULARY - 1)}" for _ in range(100)))

@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from thunder_moe.ops.route import moe_route
     from thunder_moe.ops.router import moe_linear_router, moe_router
     from thunder_moe.ops.scaled_mm import f16a_mxfp8weight_scaled_mm, f16a_nvfp4weight_scaled_mm
+    from thunder_moe.quantization.calibrate import calibrate_
     from thunder_moe.quantization.quantize import dequantize_, plan_quantization, quantize_, to_layout_
     from thunder_moe.registration import register, unregister
     from thunder_moe.routing import offsets_from_splits
@@ -84,6 +85,7 @@ _HOMES = {
     "ops.router": ("moe_linear_router", "moe_router"),
     "finetune.qat": ("finish_qat_", "prepare_qat_"),
     "finetune.recipes": ("prepare_8bit_training_",),
+    "quantization.calibrate": ("calibrate_",),
     "quantization.quantize": ("dequantize_", "plan_quantization", "quantize_", "to_layout_"),
     "registration": ("register", "unregister"),
     "routing": ("offsets_from_splits",),
@@ -95,8 +97,8 @@ _HOME = {name: module for module, names in _HOMES.items() for name in names}
 __all__ = [
     "GroupedLinear", "GroupedMLP", "GroupedSwiGLU", "Llama4MoE", "Llama4MoEConfig", "MXFP8Weight", "NVFP4GroupedLinear",
     "NVFP4GroupedMLP", "NVFP4GroupedSwiGLU", "NVFP4Linear", "NVFP4Weight", "RewriteReport", "RewriteWarning",
-    "ScaledSReLU", "ScaledSwiGLU", "SwiGLU", "ThunderMoeConfig", "add_lora_", "convert", "decode_attention",
-    "dequantize_",
+    "ScaledSReLU", "ScaledSwiGLU", "SwiGLU", "ThunderMoeConfig", "add_lora_", "calibrate_", "convert",
+    "decode_attention", "dequantize_",
     "f16a_mxfp8weight_grouped_mm_combine", "f16a_mxfp8weight_grouped_swiglu", "f16a_mxfp8weight_moe_experts",
     "f16a_mxfp8weight_scaled_grouped_mm", "f16a_mxfp8weight_scaled_mm", "f16a_nvfp4weight_grouped_mm_combine",
     "f16a_nvfp4weight_grouped_swiglu", "f16a_nvfp4weight_moe_experts", "f16a_nvfp4weight_scaled_grouped_mm",

@@ -1,5 +1,5 @@
 """The command line, ``python -m thunder_moe``: `convert` writes a checkpoint with NVFP4 or MXFP8 weights, `sensitivity`
-measures what each number format costs a model. Called by the shell; calls checkpoint.convert, sensitivity.command.
+measures what each number format costs a model. Called by the shell; calls convert, calibrate, sensitivity.command.
 """
 
 from __future__ import annotations
@@ -18,6 +18,10 @@ import torch
 from torch import nn
 
 from thunder_moe.checkpoint import LayerError, convert
+from thunder_moe.checkpoint.files import expand_user
+from thunder_moe.checkpoint.writer import parse_size, require_absent
+from thunder_moe.dense_names import is_encoder, is_linear
+from thunder_moe.formats.block_format import NVFP4
 
 __all__ = ["main"]
 
@@ -40,6 +44,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             from thunder_moe.tools.sensitivity import command  # takes a second or more, which `convert` does not need
 
             said = command.run(options)
+        elif options.calibrate is not None:
+            said = f"{_convert_calibrated(options)}\nwrote {options.destination}"
         else:
             errors = convert(
                 options.source,
@@ -58,12 +64,39 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
-        hint = "; run the same command to resume" if options.command == "convert" else ""
+        hint = "; run the same command to resume" if options.command == "convert" and not options.calibrate else ""
         print(f"interrupted{hint}", file=sys.stderr)
         return 130
     if not options.quiet:
         _print(said)
     return 0
+
+
+def _convert_calibrated(options: argparse.Namespace) -> Any:
+    """Loads a 16-bit model whole, calibrates it on a text and writes it; returns the table of errors."""
+    from thunder_moe.integrations.huggingface.checkpoint import save_checkpoint
+    from thunder_moe.integrations.huggingface.text import load_model, token_windows
+    from thunder_moe.quantization.calibrate import calibrate_
+
+    def linears(linear: Any, name: str) -> bool:  # the dense layers that `convert` takes by their names
+        return is_linear(name) and not is_encoder(name) and linear.in_features % NVFP4.block_size == 0
+
+    destination, size = expand_user(options.destination, "destination"), parse_size(options.max_shard_size)
+    require_absent(destination, "destination")
+    windows = token_windows(options.source, options.calibrate, options.tokens, options.context, "--calibrate")
+    model = load_model(options.source, "auto", options.device)
+    found = calibrate_(
+        model,
+        windows.to(options.device).split(1),
+        _format(options.format, options.formats),
+        filter=options.filter,
+        ignore=options.ignore,
+        linears=linears if options.linears else False,
+        scale_search=options.scale_search,
+        progress=not options.quiet,
+    )
+    save_checkpoint(model, destination, max_shard_size=size)
+    return found
 
 
 def _print(text: str) -> None:
@@ -139,6 +172,14 @@ def _parser() -> argparse.ArgumentParser:
         help="also dense layers: attention, dense MLPs and shared experts, not the head",
     )
     command.add_argument("--scale-search", choices=["mse"], help="try a few scales per block for less error (slower)")
+    command.add_argument(
+        "--calibrate",
+        metavar="TEXT",
+        help="a text file (UTF-8): round so that the outputs on it change little (GPTQ, NVFP4 only). Loads the whole"
+        " model with transformers, whose names the patterns take, and cannot be resumed",
+    )
+    command.add_argument("--tokens", type=int, default=65536, help="of TEXT, at most (default: %(default)s)")
+    command.add_argument("--context", type=int, default=512, help="tokens of TEXT in a row (default: %(default)s)")
     command.add_argument("--device", default="cpu", help="where to quantize (default: %(default)s)")
     command.add_argument("--max-shard-size", default="2GB", help="largest file (default: %(default)s)")
     command.add_argument("--quiet", action="store_true", help="no progress and no table")

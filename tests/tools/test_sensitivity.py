@@ -13,7 +13,7 @@ import sys
 import pytest
 import torch
 import torch.nn.functional as F
-from tiny_models import VOCABULARY, tiny_model
+from tiny_models import VOCABULARY, save_model_and_text, tiny_model
 from torch import nn
 from transformers import AutoModelForCausalLM
 
@@ -165,17 +165,8 @@ def test_tied_blocks_are_named():
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     """A model with a tokenizer, and a text."""
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
     folder = tmp_path_factory.mktemp("sensitivity")
-    words = ["<unk>", *(f"w{i}" for i in range(1, VOCABULARY))]
-    tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>").save_pretrained(folder / "model")
-    tiny_model("qwen3_moe").save_pretrained(folder / "model")
-    generator = random.Random(1)
-    (folder / "text.txt").write_text(" ".join(f"w{generator.randint(1, VOCABULARY - 1)}" for _ in range(100)))
+    save_model_and_text(folder)
     return folder
 
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from thunder_moe.formats.checks import require, require_type
+from thunder_moe.formats.gptq import check_hessian, quantize_with_feedback
 from thunder_moe.formats.layouts import BLOCK_SIZE, LAYOUTS, LINEAR, scale_shape
 from thunder_moe.formats.weight import NVFP4Weight, PackedWeight
 
@@ -48,7 +49,7 @@ WEIGHT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _SCALE_STEPS = (-1, 1, 4, 5)
 
 
-def quantize(weight: Tensor, *, scale_search: str | None = None) -> NVFP4Weight:
+def quantize(weight: Tensor, *, scale_search: str | None = None, hessian: Tensor | None = None) -> NVFP4Weight:
     """Quantizes expert weights to NVFP4, a chunk at a time (little memory beyond the result).
 
     Per expert ``global = amax / 2688`` (1 if amax is 0); per block of 16 along K
@@ -60,19 +61,48 @@ def quantize(weight: Tensor, *, scale_search: str | None = None) -> NVFP4Weight:
         weight: (E, N, K), float32, bfloat16 or float16, any strides; K a multiple of 16.
         scale_search: None, or "mse": tries a few scales for each block and keeps the one of least squared error. Four
             times slower.
+        hessian: None, or X^T X of rows X that the weight multiplies, float32 (E, K, K), or (K, K) for all experts.
+            Rounds by GPTQ, so that the error of the products with such rows is small: column by column, each error
+            subtracted from later columns; a block's scale is chosen when it is reached. 1 % of the mean of the
+            Hessian's diagonal is added to the diagonal. A column without rows is rounded to nearest, and an identity
+            gives the codes of None. Takes a second for 1536 x 2048 weights on a CPU, and half a gigabyte, or 24 * K^2
+            bytes if that is more.
 
     Returns:
         NVFP4Weight in layout "linear", global_scale (E,). The relative Frobenius error on normally distributed
         weights is about 9.5%, with "mse" 8.2%.
 
     Raises:
-        ValueError: wrong rank, dtype or K, NaN or Inf in the weight, none on "meta", or an unknown scale_search.
-        TypeError: the weight is not a tensor.
+        ValueError: wrong rank, dtype or K, NaN or Inf in the weight, none on "meta", or an unknown scale_search. Or
+            the hessian does not fit the weight, or is not finite, symmetric and positive semidefinite.
+        TypeError: the weight or the hessian is not a tensor.
     """
     require_dense(weight)
+    if hessian is not None:
+        return _quantize_with_feedback(weight, hessian, scale_search)
     packed, amax = quantize_unchecked(weight, scale_search)
     check_finite(amax)
     return packed
+
+
+def _quantize_with_feedback(weight: Tensor, hessian: Tensor, scale_search: str | None) -> NVFP4Weight:
+    check_quantizable(weight, scale_search)
+    hessian, amax = check_hessian(hessian, weight), expert_amax(weight.detach())
+    check_finite(amax)
+
+    def choose_scale(block: Tensor, of_expert: Tensor) -> Tensor:
+        return _block_scale(block.abs()[:, :, None], of_expert[..., None], scale_search is not None)[..., 0]
+
+    def round_column(column: Tensor, scale: Tensor, of_expert: Tensor) -> tuple[Tensor, Tensor]:
+        codes, live = _round_magnitudes(column.abs()[..., None], scale, of_expert)
+        codes, negative = codes[..., 0], torch.signbit(column) & live
+        values = _values(codes) * (scale.float() * of_expert)
+        return codes.to(torch.uint8) | negative.to(torch.uint8) << 3, torch.where(negative, -values, values)
+
+    weight, global_scale = weight.detach(), _global_scale(amax)
+    with torch.autocast(weight.device.type, enabled=False):
+        codes, scale = quantize_with_feedback(weight, hessian, global_scale, BLOCK_SIZE, choose_scale, round_column)
+    return NVFP4Weight(codes[..., 0::2] | codes[..., 1::2] << 4, scale, global_scale)
 
 
 def quantize_unchecked(weight: Tensor, scale_search: str | None = None) -> tuple[NVFP4Weight, Tensor]:
@@ -84,10 +114,7 @@ def quantize_unchecked(weight: Tensor, scale_search: str | None = None) -> tuple
     experts, n, k = weight.shape
     weight = weight.detach()
     amax = expert_amax(weight)
-    # Below 2688 * tiny (3e-35) the multiplier would leave the normal floats: hold it there.
-    tiny = torch.finfo(torch.float32).tiny
-    # The divisor is a tensor because torch multiplies by the rounded reciprocal of a scalar on CUDA.
-    global_scale = torch.where(amax > 0, (amax / torch.full_like(amax, E2M1_MAX * E4M3_MAX)).clamp_min(tiny), 1.0)
+    global_scale = _global_scale(amax)
     qdata = torch.empty(experts, n, k // 2, dtype=torch.uint8, device=weight.device)
     scale = torch.empty(experts, n, k // BLOCK_SIZE, dtype=torch.float8_e4m3fn, device=weight.device)
     for expert in range(experts):
@@ -95,6 +122,14 @@ def quantize_unchecked(weight: Tensor, scale_search: str | None = None) -> tuple
             packed = _quantize_rows(weight[expert, rows], global_scale[expert], scale_search is not None)
             qdata[expert, rows], scale[expert, rows] = packed
     return NVFP4Weight(qdata, scale, global_scale), amax
+
+
+def _global_scale(amax: Tensor) -> Tensor:
+    """Return the global scale (E,) of experts by their largest magnitude (E,)."""
+    # Below 2688 * tiny (3e-35) the multiplier would leave the normal floats: hold it there.
+    tiny = torch.finfo(torch.float32).tiny
+    # The divisor is a tensor because torch multiplies by the rounded reciprocal of a scalar on CUDA.
+    return torch.where(amax > 0, (amax / torch.full_like(amax, E2M1_MAX * E4M3_MAX)).clamp_min(tiny), 1.0)
 
 
 def require_dense(weight: Tensor) -> None:
@@ -187,14 +222,24 @@ def _quantize_rows(rows: Tensor, global_scale: Tensor, search: bool = False) -> 
     """Quantize rows (R, K) with a 0-d global scale to codes uint8 (R, K // 2) and scales float8_e4m3fn (R, K // 16)."""
     blocks = rows.float().reshape(len(rows), -1, BLOCK_SIZE)  # [R, K // 16, 16]
     magnitudes = blocks.abs()
-    scale = (magnitudes.amax(-1) / (E2M1_MAX * global_scale)).clamp_max(E4M3_MAX).to(torch.float8_e4m3fn)
-    if search:
-        scale = _least_error_scale(magnitudes, scale, global_scale)
+    scale = _block_scale(magnitudes, global_scale, search)
     codes, live = _round_magnitudes(magnitudes, scale, global_scale)
     codes = codes.to(torch.uint8)
     codes |= (torch.signbit(blocks) & live[..., None]).to(torch.uint8) << 3
     codes = codes.flatten(-2)
     return codes[:, 0::2] | codes[:, 1::2] << 4, scale
+
+
+def _block_scale(magnitudes: Tensor, global_scale: Tensor, search: bool) -> Tensor:
+    """Return the scales (..., K // 16) of blocks (..., K // 16, 16); the global scale broadcasts with the scales."""
+    scale = (magnitudes.amax(-1) / (E2M1_MAX * global_scale)).clamp_max(E4M3_MAX).to(torch.float8_e4m3fn)
+    return _least_error_scale(magnitudes, scale, global_scale) if search else scale
+
+
+def _values(codes: Tensor) -> Tensor:
+    """Return the magnitudes of codes 0 to 7, given as floats."""
+    # Values against codes are the upper envelope of c / 2, c - 2 and 2 c - 8.
+    return torch.maximum(torch.maximum(codes * 0.5, codes - 2), (codes * 2).sub_(8))
 
 
 def _round_magnitudes(magnitudes: Tensor, scale: Tensor, global_scale: Tensor) -> tuple[Tensor, Tensor]:
@@ -211,15 +256,13 @@ def _round_magnitudes(magnitudes: Tensor, scale: Tensor, global_scale: Tensor) -
 def _least_error_scale(magnitudes: Tensor, scale: Tensor, global_scale: Tensor) -> Tensor:
     """Return each block's scale of least squared error among those `_SCALE_STEPS` away; ties keep the first."""
     usual = scale.view(torch.uint8).int()
-    relative = magnitudes / global_scale  # at most 2688, so that no square leaves the floats
+    relative = magnitudes / global_scale[..., None]  # at most 2688, so that no square leaves the floats
     best, least = scale.view(torch.uint8), torch.full_like(scale, torch.inf, dtype=torch.float32)
     for step in (0, *_SCALE_STEPS):
         bits = (usual + step).clamp_(0, 126).to(torch.uint8)  # 126 is 448, 127 is NaN
         tried = bits.view(torch.float8_e4m3fn)
         codes, _ = _round_magnitudes(magnitudes, tried, global_scale)
-        # Values against codes are the upper envelope of c / 2, c - 2 and 2 c - 8.
-        values = torch.maximum(torch.maximum(codes * 0.5, codes - 2), codes.mul_(2).sub_(8))
-        error = _sum_of_16(values.mul_(tried.float()[..., None]).sub_(relative).square_())
+        error = _sum_of_16(_values(codes).mul_(tried.float()[..., None]).sub_(relative).square_())
         better = error < least
         best, least = torch.where(better, bits, best), torch.where(better, error, least)
     return best.view(torch.float8_e4m3fn)

@@ -1,5 +1,6 @@
 """A language model of transformers, and windows of the tokens of a text file.
-Called by the command line's `sensitivity`; calls transformers and checkpoint.files to find the model.
+Called by the command line's `sensitivity` and `convert --calibrate`; calls transformers, and checkpoint.files to find
+the model.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ def load_model(name: str, dtype: str, device: str) -> Any:
     return loader.from_pretrained(path, dtype=dtype).to(place).eval()
 
 
-def token_windows(name: str, data: str, tokens: int, context: int) -> Tensor:
+def token_windows(name: str, data: str, tokens: int, context: int, argument: str = "--data") -> Tensor:
     """Return the first tokens of a text as rows of `context`, each begun by the tokenizer's first token if it sets one.
 
     Args:
@@ -40,6 +41,7 @@ def token_windows(name: str, data: str, tokens: int, context: int) -> Tensor:
         data: path of a text file, UTF-8.
         tokens: at most so many.
         context: length of a row.
+        argument: the name of `data` in messages.
 
     Returns:
         int64 (tokens // context, context), or fewer rows of a shorter text; what does not fill one is left out.
@@ -57,11 +59,11 @@ def token_windows(name: str, data: str, tokens: int, context: int) -> Tensor:
     if tokens < 2 * context:
         raise ValueError(f"--tokens: got {tokens}, wanted {2 * context} or more, two rows of --context {context}")
     if not Path(data).is_file():
-        raise FileNotFoundError(f"--data: no file {data!r}, wanted a text file")
+        raise FileNotFoundError(f"{argument}: no file {data!r}, wanted a text file")
     try:
         text = Path(data).read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
-        raise ValueError(f"--data: {data!r} is no UTF-8 text ({error}), wanted one") from error
+        raise ValueError(f"{argument}: {data!r} is no UTF-8 text ({error}), wanted one") from error
     tokenizer: Any = transformers.AutoTokenizer.from_pretrained(model)
     first = tokenizer.bos_token_id
     begin = [first] if first is not None and tokenizer("a").input_ids[:1] == [first] else []
@@ -75,7 +77,8 @@ def token_windows(name: str, data: str, tokens: int, context: int) -> Tensor:
     rows = len(ids) // own
     if rows < 2:
         raise ValueError(
-            f"--data: {data!r} has {len(ids)} tokens, wanted {2 * own} or more: a longer text, or a smaller --context"
+            f"{argument}: {data!r} has {len(ids)} tokens, wanted {2 * own} or more: a longer text, or a smaller"
+            " --context"
         )
     windows = torch.tensor(ids[: rows * own], dtype=torch.int64).view(rows, own)
     windows = torch.cat([torch.tensor(begin, dtype=torch.int64).expand(rows, -1), windows], 1)

@@ -20,7 +20,7 @@ from thunder_moe.progress import progress_bar
 from thunder_moe.quantization.choose import choose_modules
 from thunder_moe.selection import Patterns, Selection
 
-__all__ = ["WIDE", "BlockLoss", "Sensitivity", "measure_choice", "measure_sensitivity"]
+__all__ = ["WIDE", "BlockLoss", "Sensitivity", "check_windows", "measure_choice", "measure_sensitivity"]
 
 WIDE = "16-bit"  # the name, in tables and in `BlockLoss`, of weights that stay as they are
 
@@ -87,10 +87,7 @@ def measure_sensitivity(
         ValueError: `windows` is not int64 (W, L) with at least two rows and two columns, the model has no experts to
             quantize, two blocks of it share a weight, or a loss is not finite (names block and format).
     """
-    if windows.ndim != 2 or windows.dtype != torch.int64 or len(windows) < 2 or windows.shape[1] < 2:
-        raise ValueError(
-            f"windows: got {windows.dtype} {tuple(windows.shape)}, wanted int64 (windows, length), two or more of each"
-        )
+    check_windows(windows)
     weights = _weights(model, filter, ignore)
     fitting = {name: _fitting(views) for name, views in weights.items()}
     was_training = model.training
@@ -117,6 +114,14 @@ def measure_sensitivity(
         model.train(was_training)
     own = sum(block.nbytes[WIDE] for block in blocks)
     return Sensitivity(base.mean().item(), windows[:, 1:].numel(), _all_bytes(model) - own, tuple(blocks))
+
+
+def check_windows(windows: Tensor) -> None:
+    """Raises the ValueError of `measure_sensitivity` for the token ids of a text."""
+    if windows.ndim != 2 or windows.dtype != torch.int64 or len(windows) < 2 or windows.shape[1] < 2:
+        raise ValueError(
+            f"windows: got {windows.dtype} {tuple(windows.shape)}, wanted int64 (windows, length), two or more of each"
+        )
 
 
 @torch.no_grad()

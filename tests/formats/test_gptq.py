@@ -1,0 +1,144 @@
+"""GPTQ inside NVFP4, `nvfp4.quantize(weight, hessian=)`: its objective, its codes, and bad input.
+Called by pytest; judged by tests/oracle.py, by GPTQ as its paper has it, in float64, and by rounding to nearest.
+"""
+
+import pytest
+import torch
+from oracle import decode_e2m1
+from oracle import dequantize as oracle_dequantize
+
+from thunder_moe.formats.nvfp4 import quantize
+
+E, N, K = 3, 24, 64
+VALUES = torch.tensor([decode_e2m1(code) for code in range(16)], dtype=torch.float64)
+
+
+def hessian_of(kind):
+    """X^T X (E, K, K) of rows that are independent, correlated, or fewer than K."""
+    generator = torch.Generator().manual_seed(1)
+    rows = torch.randn(E, 20 if kind == "few" else 500, K, generator=generator)
+    if kind == "correlated":
+        rows @= torch.randn(E, K, K, generator=generator)
+    return rows.mT @ rows
+
+
+def weights(dtype=torch.float32):
+    return torch.randn(E, N, K, generator=torch.Generator().manual_seed(2)).to(dtype)
+
+
+def objective(weight, packed, hessian):
+    """tr((W - Q) H (W - Q)^T) of each expert, in float64."""
+    error = weight.double() - oracle_dequantize(*packed.tensors()).double()
+    return torch.einsum("enk,ekl,enl->e", error, hessian.double().expand(len(weight), K, K), error)
+
+
+def same_bits(a, b):
+    return all(
+        torch.equal(x.view(torch.uint8), y.view(torch.uint8)) for x, y in zip(a.tensors(), b.tensors(), strict=True)
+    )
+
+
+@pytest.mark.parametrize("kind", ["independent", "correlated", "few"])
+@pytest.mark.parametrize("scale_search", [None, "mse"])
+def test_the_objective_is_lower_than_without_a_hessian(kind, scale_search):
+    weight, hessian = weights(), hessian_of(kind)
+    packed = quantize(weight, scale_search=scale_search, hessian=hessian)
+    plain = objective(weight, quantize(weight, scale_search=scale_search), hessian)
+    assert (
+        objective(weight, packed, hessian) < {"independent": 0.98, "correlated": 0.6, "few": 0.3}[kind] * plain
+    ).all()
+    if kind != "independent":
+        searched = objective(weight, quantize(weight, scale_search="mse"), hessian)
+        assert (objective(weight, packed, hessian) < searched).all()
+
+
+@pytest.mark.parametrize("scale_search", [None, "mse"])
+def test_codes_are_those_of_gptq(scale_search):
+    """GPTQ by the inverse of the Hessian of the columns that are left, in float64, with the scales that were chosen."""
+    weight, hessian = weights(), hessian_of("correlated")
+    packed = quantize(weight, scale_search=scale_search, hessian=hessian)
+    values = oracle_dequantize(*packed.tensors()).double()
+    scales = packed.scale.double().repeat_interleave(16, -1) * packed.global_scale.double()[:, None, None]
+    wrong = 0
+    for expert in range(E):
+        left, damped = weight[expert].double().clone(), hessian[expert].double()
+        damped = damped + 0.01 * damped.diagonal().mean() * torch.eye(K)
+        for k in range(K):
+            scaled = left[:, k] / scales[expert, :, k]
+            nearest = VALUES[(scaled[:, None] - VALUES).abs().argmin(1)] * scales[expert, :, k]
+            wrong += int((~torch.isclose(nearest, values[expert, :, k], rtol=1e-5)).sum())  # ties within float32
+            inverse = torch.linalg.inv(damped[k:, k:])
+            left[:, k:] -= torch.outer((left[:, k] - values[expert, :, k]) / inverse[0, 0], inverse[0])
+    assert wrong <= 2
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("scale_search", [None, "mse"])
+def test_an_identity_gives_the_bits_of_rounding(dtype, scale_search):
+    weight = weights(dtype).transpose(1, 2).contiguous().transpose(1, 2)  # (E, K, N) in memory, as GPT-OSS has them
+    weight[0, 3, 16:32] = 1e-9  # a block whose scale is 0
+    for hessian in (torch.eye(K), 7 * torch.eye(K).repeat(E, 1, 1), torch.zeros(K, K)):
+        packed = quantize(weight, scale_search=scale_search, hessian=hessian)
+        assert same_bits(packed, quantize(weight, scale_search=scale_search))
+
+
+def test_experts_together_are_experts_alone():
+    weight, hessian = weights(), hessian_of("correlated")
+    packed = quantize(weight, hessian=hessian)
+    for expert in range(E):
+        own = slice(expert, expert + 1)
+        alone = quantize(weight[own], hessian=hessian[expert])
+        # Products of batches may differ in the last bits, which moves ties.
+        together = [tensor[own].view(torch.uint8) for tensor in packed.tensors()]
+        equal = [(a == b.view(torch.uint8)).float().mean() for a, b in zip(together, alone.tensors(), strict=True)]
+        assert min(equal) > 0.98
+        assert objective(weight[own], alone, hessian[own]).item() == pytest.approx(
+            objective(weight, packed, hessian)[expert].item(), rel=0.02
+        )
+
+
+def test_autocast_changes_nothing():
+    weight, hessian = weights(), hessian_of("correlated")
+    with torch.autocast("cpu", torch.bfloat16):
+        inside = quantize(weight, hessian=hessian)
+    assert same_bits(inside, quantize(weight, hessian=hessian))
+
+
+def test_columns_without_rows_are_rounded_to_nearest():
+    weight, hessian = weights(), hessian_of("correlated")
+    hessian[:, 16:32], hessian[:, :, 16:32] = 0, 0
+    packed, plain = quantize(weight, hessian=hessian), quantize(weight)
+    assert torch.equal(packed.qdata[..., 8:16], plain.qdata[..., 8:16])
+    assert not torch.equal(packed.qdata[..., 16:], plain.qdata[..., 16:])
+
+
+def test_weights_of_zeros_and_without_rows():
+    assert not quantize(torch.zeros(1, 4, K), hessian=hessian_of("few")[0]).qdata.any()
+    assert quantize(torch.zeros(2, 0, K), hessian=torch.eye(K)).shape == (2, 0, K)
+
+
+@pytest.mark.parametrize(
+    ("hessian", "message"),
+    [
+        (torch.eye(K + 16), rf"hessian: got .*, wanted .*shape \({E}, {K}, {K}\), or \({K}, {K}\)"),
+        (torch.eye(K).repeat(E + 1, 1, 1), "hessian: got .*, wanted .*shape"),
+        (torch.eye(K, dtype=torch.float64), "hessian: got torch.float64 .*, wanted dtype float32"),
+        (torch.eye(K).fill_diagonal_(float("nan")), "hessian: got NaN or Inf in expert 0, wanted X"),
+        (torch.ones(K, K).triu(), "hessian: got one that is not symmetric in expert 0, wanted X"),
+        (1 - 2 * torch.eye(K), "hessian: got one that is not positive semidefinite in expert 0, wanted X"),
+    ],
+)
+def test_bad_hessians(hessian, message):
+    with pytest.raises(ValueError, match=message):
+        quantize(weights(), hessian=hessian)
+
+
+def test_other_bad_input():
+    with pytest.raises(TypeError, match="hessian: got list"):
+        quantize(weights(), hessian=[1.0])
+    with pytest.raises(ValueError, match=r"weight: got NaN or Inf in experts \[1\]"):
+        quantize(weights().index_fill_(0, torch.tensor([1]), float("inf")), hessian=torch.eye(K))
+    with pytest.raises(ValueError, match="weight: .*in_features a positive multiple of 16"):
+        quantize(torch.zeros(1, 2, 17), hessian=torch.eye(17))
+    with pytest.raises(ValueError, match="scale_search: got 'all'"):
+        quantize(weights(), scale_search="all", hessian=torch.eye(K))

@@ -1,0 +1,304 @@
+"""`calibrate_`: `quantize_` with NVFP4 codes that fit the rows which each weight multiplies, layer by layer (GPTQ).
+Called by users and the command line; calls choose and plan as quantize does, and formats.nvfp4 with Hessians.
+
+per layer: batches through the model, up to this layer -> X^T X of each expert -> codes -> the layer swapped -> the next
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
+from dataclasses import astuple, dataclass, replace
+from functools import partial
+from itertools import chain, pairwise
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from thunder_moe.formats.block_format import NVFP4
+from thunder_moe.formats.checks import require_module
+from thunder_moe.formats.nvfp4 import dequantize_expert, quantize
+from thunder_moe.formats.weight import NVFP4Weight
+from thunder_moe.progress import progress_bar
+from thunder_moe.quantization.choose import choose_modules
+from thunder_moe.quantization.families import Quantization, families_of
+from thunder_moe.quantization.plan import Target, Targets, exclusive, swap
+from thunder_moe.selection import Format, Patterns, Selection
+
+__all__ = ["Calibration", "OutputError", "calibrate_"]
+
+# Operators of rows and then a weight -> the place of the rows among the arguments, the weight's dimension in_features.
+_PRODUCTS = {
+    "aten::mm": (0, -2),
+    "aten::addmm": (1, -2),
+    "aten::bmm": (0, -2),
+    "aten::_grouped_mm": (0, -2),
+    "transformers::grouped_mm_fallback": (0, -2),
+    "thunder_moe::grouped_linear": (0, -1),
+    "thunder_moe::activated_grouped_linear": (0, -1),  # of rows that `_activated` computes
+}
+
+
+@dataclass(frozen=True)
+class OutputError:
+    """The error of a weight's product with the calibration rows: ||X Q - X W|| / ||X W||, Frobenius, of all experts.
+
+    Attributes:
+        name: of the weight; the first one of linears that are packed together.
+        rows, fewest: calibration rows of all experts, and of the expert that saw the fewest.
+        rounded, calibrated: the error as `quantize_` rounds with the same scale_search, and of the model's new weight.
+    """
+
+    name: str
+    rows: int
+    fewest: int
+    rounded: float
+    calibrated: float
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """What `calibrate_` did: an `OutputError` for each NVFP4 weight. Prints as a table."""
+
+    weights: tuple[OutputError, ...]
+
+    def __str__(self) -> str:
+        width = max(len("weight"), *(len(weight.name) for weight in self.weights))
+        lines = [f"{'weight':{width}}  {'rows':>9}  {'fewest':>7}  {'rounded':>8}  {'calibrated':>10}"]
+        for name, rows, fewest, rounded, calibrated in map(astuple, self.weights):
+            lines.append(f"{name:{width}}  {rows:9}  {fewest:7}  {100 * rounded:7.3f}%  {100 * calibrated:9.3f}%")
+        return "\n".join(lines)
+
+
+@torch.inference_mode(False)
+@torch.no_grad()
+def calibrate_(
+    model: nn.Module,
+    batches: Iterable[Tensor | Mapping[str, Any]],
+    format: Format = "nvfp4",
+    *,
+    filter: Selection | None = None,
+    ignore: Patterns | None = None,
+    linears: bool | Selection = False,
+    scale_search: str | None = None,
+    layout: str = "auto",
+    progress: bool = False,
+) -> Calibration:
+    """Quantizes a model as `quantize_` does, in place, with codes that keep the outputs on calibration rows (GPTQ).
+
+    The modules, the state dict and the files are the same as after `quantize_` with the same options; codes and block
+    scales differ. For each layer, the batches run through the model up to this layer, whose predecessors are 4-bit by
+    then. Each weight is rounded by `nvfp4.quantize` with the Hessian of the rows that its experts get from the router.
+    An expert with fewer rows n than in_features K is filled up with the mean of all experts' rows in this layer,
+    ``H = X_own^T X_own + max(K - n, 0) * sum(X^T X) / sum(n)``, so an expert without rows has the layer's Hessian.
+    Weights in MXFP8 are rounded to nearest.
+
+    Cost: for L layers about L / 2 passes over the batches, and GPTQ. Memory beyond the model: 4 * E * K^2 bytes for
+    each weight of one layer, for one weight twice, and what `nvfp4.quantize` takes.
+
+    Args:
+        model: in 16 bits or float32, as in `quantize_`.
+        batches: what the model is called with, each a tensor (`model(batch)`, of token ids for a language model) or a
+            mapping (`model(**batch)`), on the device that the model takes. 128 rows of 512 to 2048 tokens, without
+            padding, are usual. The result depends on nothing else, so it is repeatable.
+        format, filter, ignore, linears, scale_search, layout: as in `quantize_`.
+        progress: show a bar of the layers.
+
+    Returns:
+        The output error of each weight, rounded and calibrated.
+
+    Raises:
+        ValueError, TypeError: as `quantize_`. Also: no batches, no weight in NVFP4, tied weights, weights that
+            processes share, a weight that no row of the first batch reaches, or that the model reads otherwise than by
+            a matrix product with it. The model is unchanged then. If rows have NaN or Inf, the layers before are
+            quantized.
+    """
+    inputs = [*batches]
+    kinds = sorted({type(batch).__name__ for batch in inputs})
+    alone = isinstance(batches, Tensor | Mapping)  # its rows or keys would be batches
+    if alone or not inputs or not all(isinstance(batch, Tensor | Mapping) for batch in inputs):
+        got = f"one {type(batches).__name__}" if alone else f"{type(batches).__name__} of {kinds or 'nothing'}"
+        raise ValueError(f"batches: got {got}, wanted a list of tensors (windows.split(8)) or mappings of arguments")
+    require_module(model)
+    device = next((parameter.device.type for parameter in model.parameters()), "cpu")
+    with exclusive(model), torch.autocast(device, enabled=False):
+        plan = choose_modules(
+            model, format, filter=filter, ignore=ignore, linears=linears, scale_search=scale_search, layout=layout
+        )
+        run, found = plan.run, list[OutputError]()
+        _check(model, plan.chosen, inputs[0])
+        layers: dict[str, Targets] = defaultdict(dict)
+        for module, target in plan.chosen.items():
+            layer = re.sub(r"^((?:[^.]+\.)*?\d+)\..*$", r"\1", target.name)  # the name up to its first number
+            layers[layer][module] = target
+        del module
+        plan.chosen.clear()  # it would keep modules alive
+        try:
+            for layer in progress_bar([*layers], desc="calibrating", unit="layer", disable=not progress):
+                _calibrate_layer(model, layer, layers.pop(layer), inputs, run, partial(_pack, scale_search, found))
+        finally:  # after an interrupt, too, as in `quantize_`
+            for family in families_of(model):
+                family.finish(model)
+            run.memo.clear()
+    return Calibration(tuple(found))
+
+
+def _check(model: nn.Module, chosen: Targets, batch: Any) -> None:
+    """Raises the errors of `calibrate_` for the weights, by a pass of the first batch that only counts rows."""
+    owners: dict[nn.Parameter, str] = {}
+    for module, (name, family, _) in chosen.items():
+        for parameter, _ in family.weights(module):
+            if (owner := owners.setdefault(parameter, name)) != name:
+                raise ValueError(f"model: {name!r} and {owner!r} share a weight, wanted none shared: `ignore` both")
+            if hasattr(parameter, "device_mesh"):
+                raise ValueError(f"model: processes share the weights of {name!r}, wanted a model in one process")
+    weights = [weight for module, target in chosen.items() for weight in _weights(module, target, False)]
+    if not weights:
+        raise ValueError("format: got no module in 'nvfp4', which alone is calibrated: use quantize_")
+    _run(model, weights, [batch])
+
+
+def _weights(module: nn.Module, target: Target, hessians: bool) -> list[_Weight]:
+    """Return the weights of a module that are calibrated: those in NVFP4."""
+    names = {parameter: name for name, parameter in module.named_parameters(prefix=target.name)}
+    pairs = target.family.weights(module) if target.format == NVFP4.name else ()
+    return [_Weight(names[parameter], view.detach(), hessians) for parameter, view in pairs]
+
+
+def _calibrate_layer(
+    model: nn.Module, layer: str, targets: Targets, inputs: list[Any], run: Quantization, pack: Callable[..., Any]
+) -> None:
+    """Replaces the modules of a layer; `pack` is `_pack` for the weights of a module."""
+    weights = {module: _weights(module, target, True) for module, target in targets.items()}
+    _run(model, list(chain(*weights.values())), inputs, layer)
+    packs = {module: partial(pack, own) if own else run.for_module(module).pack for module, own in weights.items()}
+    own_run = replace(run, packs=WeakKeyDictionary(packs))
+    del weights, packs  # each module is freed once it is converted
+    swap(model, targets, lambda module, family: family.convert(module, own_run.for_module(module)), "calibrating")
+
+
+class _LayerDoneError(Exception):
+    """Ends a forward pass behind the layer that is calibrated."""
+
+
+def _stop(*_: Any) -> None:
+    raise _LayerDoneError
+
+
+def _run(model: nn.Module, weights: list[_Weight], inputs: list[Any], layer: str = "") -> None:
+    """Runs the model in evaluation mode, up to the end of a layer, and adds the rows to the weights."""
+    was_training = model.training
+    handle = model.get_submodule(layer).register_forward_hook(_stop)
+    model.eval()
+    try:
+        for batch in inputs if weights else ():
+            with suppress(_LayerDoneError), _Watch(weights):
+                _ = model(batch) if isinstance(batch, Tensor) else model(**batch)
+    finally:
+        handle.remove()
+        model.train(was_training)
+    for weight in weights:
+        if not sum(weight.rows):
+            raise ValueError(f"batches: no row reached {weight.name!r}, wanted inputs that do, or it among `ignore`")
+        if weight.hessian is not None and not bool(weight.hessian.diagonal(dim1=1, dim2=2).sum().isfinite()):
+            raise ValueError(f"batches: rows of {weight.name!r} have NaN or Inf, wanted inputs with finite activations")
+
+
+class _Weight:
+    """A weight to calibrate, a view (E, N, K) of its parameter: its memory, the rows of each expert and their X^T X.
+
+    Attributes:
+        rows: of each expert, without rows of zeros.
+        hessian: float32 (E, K, K), or None: rows are only counted.
+    """
+
+    def __init__(self, name: str, view: Tensor, with_hessian: bool) -> None:
+        self.name, self.view, self.rows = name, view, [0] * len(view)
+        shape = len(view), view.shape[2], view.shape[2]
+        self.hessian = torch.zeros(shape, dtype=torch.float32, device=view.device) if with_hessian else None
+        last = sum((size - 1) * stride for size, stride in zip(view.shape, view.stride(), strict=True))
+        self.memory = range(view.data_ptr(), view.data_ptr() + (last + 1) * view.itemsize)
+
+    def add(self, operator: Any, args: tuple[Any, ...], operand: Tensor) -> None:
+        """Adds the rows of a call of an operator, one of whose arguments lies in this weight."""
+        at, dim = _PRODUCTS.get(operator._schema.name, (-1, 0))
+        columns = self.view.shape[2], self.view.stride(2)
+        if at < 0 or args[at + 1] is not operand or (operand.shape[dim], operand.stride(dim)) != columns:
+            raise ValueError(
+                f"model: it reads {self.name!r} by {operator}, wanted a product of rows with it (without autocast; for"
+                " transformers model.set_experts_implementation('grouped_mm') or 'eager'), or it among `ignore`"
+            )
+        rows, ends = args[at], args[at + 2] if len(args) > at + 2 else None
+        parts = [*rows] if rows.ndim == 3 else [rows]
+        if rows.ndim == 2 and isinstance(ends, Tensor):
+            parts = [rows[begin:end] for begin, end in pairwise([0, *ends.tolist()])]
+        first = (operand.data_ptr() - self.memory.start) // operand.itemsize
+        step = operand.stride(0) if operand.ndim == 3 else 0
+        for number, part in enumerate(parts):
+            expert = (first + number * step) // self.view.stride(0)
+            self.rows[expert] += int(part.any(-1).sum())
+            if self.hessian is not None:
+                part = part.float()
+                self.hessian[expert].addmm_(part.T, part)
+
+    def filled_hessian(self) -> Tensor:
+        """Return the Hessians (E, K, K), filled up to K rows each with the mean of all experts' rows."""
+        assert self.hessian is not None
+        rows = torch.tensor(self.rows, dtype=torch.float32, device=self.hessian.device)
+        missing = (self.view.shape[2] - rows).clamp_min(0)
+        return (missing[:, None, None] * (self.hessian.sum(0) / rows.sum())).add_(self.hessian)
+
+    def output_error(self, weight: Tensor, packed: NVFP4Weight) -> float:
+        """Return the relative error of the rows' product with a packed weight (E, N, K)."""
+        assert self.hessian is not None
+        noise = signal = 0.0
+        for expert, hessian in enumerate(self.hessian):
+            exact = weight[expert].float()
+            error = torch.empty_like(exact, memory_format=torch.contiguous_format)
+            dequantize_expert(packed, expert, error)
+            error -= exact
+            noise += float((error @ hessian).mul_(error).sum(dtype=torch.float64))
+            signal += float((exact @ hessian).mul_(exact).sum(dtype=torch.float64))
+        return (max(noise, 0.0) / signal) ** 0.5 if signal > 0 else 0.0
+
+
+class _Watch(TorchDispatchMode):
+    """Adds to weights the rows that operators multiply by them."""
+
+    def __init__(self, weights: list[_Weight]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._weights = weights
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if not func.is_view:
+            for tensor in tree_leaves((args, kwargs)):
+                if isinstance(tensor, Tensor) and tensor.layout == torch.strided:
+                    for weight in self._weights:
+                        if tensor.device == weight.view.device and tensor.data_ptr() in weight.memory:
+                            weight.add(func, _activated(func, args, kwargs), tensor)
+        return result
+
+
+def _activated(operator: Any, args: tuple[Any, ...], form: Any) -> tuple[Any, ...]:
+    """Return the arguments of an operator, with the rows that it multiplies if it computes them from others."""
+    if operator._schema.name != "thunder_moe::activated_grouped_linear":
+        return args
+    y, weight, offsets, *scales = args[:4]
+    return torch.ops.thunder_moe.scaled_activation(y, *(scales or [None]), offsets, **form), weight, offsets
+
+
+def _pack(scale_search: str | None, found: list[OutputError], weights: list[_Weight], weight: Tensor) -> NVFP4Weight:
+    """Return the calibrated weight of one of `weights`, or of linears stacked with the only one, and note its error."""
+    own = next((each for each in weights if each.view.data_ptr() == weight.data_ptr()), weights[0])
+    assert len(weights) == 1 or own.view.data_ptr() == weight.data_ptr()
+    packed = quantize(weight, scale_search=scale_search, hessian=own.filled_hessian())
+    errors = (own.output_error(weight, each) for each in (quantize(weight, scale_search=scale_search), packed))
+    found.append(OutputError(own.name, sum(own.rows), min(own.rows), *errors))
+    return packed
