@@ -32,6 +32,7 @@ from llama4_moe_text import (
 )
 from matplotlib.figure import Figure
 from qat_text import bits_per_byte, train
+from torch import Tensor
 
 from thunder_moe import prepare_8bit_training_
 
@@ -59,20 +60,29 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     return args
 
 
+def smoothed(run: dict[str, Any]) -> Tensor:
+    """Means of `SMOOTHED` losses each."""
+    losses = torch.tensor(run["losses"])
+    return losses[: len(losses) // SMOOTHED * SMOOTHED].view(-1, SMOOTHED).mean(1)
+
+
 def plot(runs: Sequence[dict[str, Any]], path: Path) -> None:
-    """Draw the loss curves: a colour for each recipe, a line for each seed."""
-    figure = Figure(figsize=(8, 4.5), layout="constrained")
-    axes = figure.add_subplot()
-    for color, recipe in enumerate(RECIPES):
-        for run in runs:
-            if run["recipe"] == recipe:
-                losses = torch.tensor(run["losses"])
-                points = losses[: len(losses) // SMOOTHED * SMOOTHED].view(-1, SMOOTHED).mean(1)
-                steps = [SMOOTHED * (each + 0.5) for each in range(len(points))]
-                label = recipe if run["seed"] == 0 else None
-                axes.plot(steps, points, color=f"C{color}", alpha=0.7, label=label)
-    axes.set(xlabel="step", ylabel="bits per byte", yscale="log")
-    axes.legend()
+    """Draw the loss curves, and under them the differences to bf16: a line for each recipe and seed."""
+    figure = Figure(figsize=(8, 6), layout="constrained")
+    above, below = figure.subplots(2, sharex=True)
+    of_bf16 = {run["seed"]: smoothed(run) for run in runs if run["recipe"] == "bf16"}
+    for run in runs:
+        losses, name = smoothed(run), run["recipe"]
+        steps = [SMOOTHED * (each + 0.5) for each in range(len(losses))]
+        style: dict[str, Any] = {"color": f"C{[*RECIPES].index(name)}", "label": name if run["seed"] == 0 else None}
+        above.plot(steps, losses, alpha=0.7, **style)
+        if name != "bf16":
+            below.plot(steps, 100 * (losses / of_bf16[run["seed"]] - 1), alpha=0.7, **style)
+    above.set(ylabel="bits per byte")
+    below.set(xlabel="step", ylabel="% more than bf16")
+    below.axhline(0, color="black", linewidth=0.8)
+    above.legend()
+    below.legend()
     figure.savefig(path)
 
 
