@@ -64,7 +64,7 @@ class OutputError:
 
 @dataclass(frozen=True)
 class Calibration:
-    """What `calibrate_` did: an `OutputError` for each NVFP4 weight. Prints as a table."""
+    """Holds what `calibrate_` did, an `OutputError` for each NVFP4 weight. Prints as a table."""
 
     weights: tuple[OutputError, ...]
 
