@@ -19,7 +19,7 @@ __all__ = ["Divergence", "divergence_table", "measure_divergence"]
 
 @dataclass(frozen=True)
 class Divergence:
-    """Holds the distance of a model's predictions from the reference's: means per token and their standard errors over windows.
+    """Holds the distance of a model from a reference: means per token and their standard errors over windows.
 
     Attributes:
         name: of the model.
