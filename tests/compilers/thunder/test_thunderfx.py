@@ -368,6 +368,16 @@ def test_views_of_one_tensor_as_inputs():
         by_thunderfx(function)(both[:, :4], both[:, 4:], both[:, 2:6])
 
 
+def test_bits_of_one_tensor_as_inputs():
+    def function(x, bits, cache):
+        cache.add_(1)
+        return x * 2, bits + 1
+
+    x = torch.randn(2, 4)
+    got = by_thunderfx(function)(x, x.view(torch.int32), torch.zeros(2))
+    torch.testing.assert_close(got, (x * 2, x.view(torch.int32) + 1))
+
+
 @pytest.mark.parametrize(
     "device", [pytest.param("cpu", marks=pytest.mark.slow), pytest.param("cuda", marks=pytest.mark.gpu)]
 )

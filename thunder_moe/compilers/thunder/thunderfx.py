@@ -209,8 +209,8 @@ def _separate(compiled: fx.GraphModule, parts: Mapping[Any, fx.Graph]) -> None:
 
 
 def _is_same(tensor: torch.Tensor, other: torch.Tensor) -> bool:
-    """True if two tensors of one storage have the same numbers in the same order."""
-    places = [(each.storage_offset(), each.numel()) for each in (tensor, other)]
+    """True if two tensors of one storage have the same numbers of one dtype in the same order."""
+    places = [(each.dtype, each.storage_offset(), each.numel()) for each in (tensor, other)]
     strides = [(each.shape, each.stride()) for each in (tensor, other)]
     return places[0] == places[1] and (strides[0] == strides[1] or (tensor.is_contiguous() and other.is_contiguous()))
 
