@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
 
 from thunder_moe.integrations.huggingface.experts import NVFP4Experts, expert_weights, quantized_experts
 from thunder_moe.integrations.huggingface.forms import (
@@ -67,6 +68,8 @@ class TransformersExperts(ExpertFamily):
     def obstacle_to_recipe(self, module: nn.Module) -> str | None:
         if not has_interface(module):
             return f"{type(module).__name__} does not have transformers' experts interface"
+        if parametrize.is_parametrized(module):
+            return "its weights are parametrized; call prepare_8bit_training_ before prepare_qat_"
         if any(hasattr(parameter, "device_mesh") for parameter, _ in self.weights(module)):
             return "processes share its weights, wanted whole ones; call fully_shard afterwards"
         return None
