@@ -368,14 +368,30 @@ def test_views_of_one_tensor_as_inputs():
         by_thunderfx(function)(both[:, :4], both[:, 4:], both[:, 2:6])
 
 
-def test_bits_of_one_tensor_as_inputs():
-    def function(x, bits, cache):
+@pytest.mark.parametrize(
+    ("dtype", "other"), [(torch.float32, lambda x: x.view(torch.int32)), (torch.complex64, torch.conj)]
+)
+def test_other_numbers_in_the_memory_of_an_input(dtype, other):
+    def function(x, y, cache):
         cache.add_(1)
-        return x * 2, bits + 1
+        return x * 2, y + 1
+
+    x = torch.randn(2, 4, dtype=dtype)
+    torch.testing.assert_close(by_thunderfx(function)(x, other(x), torch.zeros(2)), (x * 2, other(x) + 1))
+
+
+@pytest.mark.parametrize("trained", ["x", "y", "xy"])
+def test_gradients_of_a_tensor_and_its_detached_alias(trained):
+    def function(x, y, cache):
+        cache.add_(1)
+        return (x * 2 + y * 3).square().sum()
 
     x = torch.randn(2, 4)
-    got = by_thunderfx(function)(x, x.view(torch.int32), torch.zeros(2))
-    torch.testing.assert_close(got, (x * 2, x.view(torch.int32) + 1))
+    pairs = [[x.detach().requires_grad_(name in trained) for name in "xy"] for _ in range(2)]
+    for run, pair in zip((by_thunderfx(function), function), pairs, strict=True):
+        run(*pair, torch.zeros(2)).backward()
+    for got, wanted in zip(*pairs, strict=True):
+        torch.testing.assert_close(got.grad, wanted.grad)
 
 
 @pytest.mark.parametrize(
