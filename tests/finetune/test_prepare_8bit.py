@@ -117,3 +117,8 @@ def test_what_is_refused():
     parametrized = prepare_qat_(tiny_model("qwen3_moe", torch.bfloat16))
     with pytest.raises(ValueError, match="its weights are parametrized; call prepare_8bit_training_ before"):
         prepare_8bit_training_(parametrized, "fp8")
+    own = tiny_model("qwen3_moe", torch.bfloat16)
+    for block in expert_blocks(own).values():
+        block.__class__ = type("OwnExperts", (type(block),), {"forward": lambda self, hidden, *_: hidden})
+    with pytest.raises(ValueError, match="OwnExperts has a forward of its own, which does not ask for an experts impl"):
+        prepare_8bit_training_(own, "fp8")
