@@ -63,3 +63,12 @@ def test_no_graph_is_compiled_again_for_another_routing(mode):
         ends, x = offsets_from_splits(splits), torch.randn(11, 32)
         assert relative_error(run(x, ends), linear(x, ends)) < 1e-6
     assert mode == "thunder" or counted.frame_count == 1
+
+
+@pytest.mark.parametrize("mode", ["dynamo-aot_eager", "thunder"])
+def test_a_recipe_that_changes_after_compilation(mode):
+    linear, x, ends = GroupedLinear(3, 32, 32), torch.randn(11, 32), offsets_from_splits([4, 0, 7])
+    run = compile_by(mode, linear)
+    for recipe in (None, "fp8", "mxfp8", None):
+        linear.recipe = recipe
+        assert relative_error(run(x, ends), linear(x, ends)) < 1e-6

@@ -17,6 +17,7 @@ from thunder_moe import (
     Llama4MoEConfig,
     offsets_from_splits,
     prepare_8bit_training_,
+    prepare_qat_,
     quantize_,
 )
 from thunder_moe.integrations.huggingface.experts import expert_blocks
@@ -113,3 +114,11 @@ def test_what_is_refused():
     llama4 = tiny_model("llama4", torch.bfloat16)
     with pytest.raises(ValueError, match="Llama4TextExperts does not have transformers' experts interface"):
         prepare_8bit_training_(llama4, "fp8")
+    parametrized = prepare_qat_(tiny_model("qwen3_moe", torch.bfloat16))
+    with pytest.raises(ValueError, match="its weights are parametrized; call prepare_8bit_training_ before"):
+        prepare_8bit_training_(parametrized, "fp8")
+    own = tiny_model("qwen3_moe", torch.bfloat16)
+    for block in expert_blocks(own).values():
+        block.__class__ = type("OwnExperts", (type(block),), {"forward": lambda self, hidden, *_: hidden})
+    with pytest.raises(ValueError, match="OwnExperts has a forward of its own, which does not ask for an experts impl"):
+        prepare_8bit_training_(own, "fp8")

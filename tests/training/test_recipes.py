@@ -74,6 +74,16 @@ def test_grouped_linear(recipe, dtype, k, n, splits):
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
+def test_no_rows(recipe):
+    """A rank that no token is sent to."""
+    linear, x = GroupedLinear(2, 40, 7, recipe=recipe), torch.zeros(0, 40, requires_grad=True)
+    out = linear(x, offsets_from_splits([0, 0]))
+    out.sum().backward()
+    assert (out.shape, x.grad.shape) == ((0, 7), (0, 40))
+    assert linear.weight.grad.eq(0).all()
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
 def test_a_recipe_is_not_the_16_bit_product(recipe):
     linear, x, ends = GroupedLinear(2, 64, 32, recipe=recipe), torch.randn(9, 64), offsets_from_splits([4, 5])
     plain = copy.deepcopy(linear)

@@ -34,8 +34,8 @@ def prepare_8bit_training_(model: Model, recipe: str | None) -> Model:
 
     Raises:
         ValueError: no such recipe; the model has no 16-bit experts, or experts that cannot have a recipe: of another
-            dtype than bfloat16 and float32, shared by processes, or without transformers' experts interface. The model
-            is unchanged then.
+            dtype than bfloat16 and float32, and in models of transformers shared by processes, parametrized
+            (`prepare_qat_`), or without transformers' experts interface. The model is unchanged then.
     """
     require_module(model)
     families = families_of(model)
@@ -44,10 +44,10 @@ def prepare_8bit_training_(model: Model, recipe: str | None) -> Model:
         family = next((each for each in families if each.match(module)), None)
         if family is None:
             continue
-        for parameter, _ in family.weights(module):
-            check_recipe(recipe, parameter.dtype)
         if (reason := family.obstacle_to_recipe(module)) is not None:
             raise ValueError(f"model: {path!r} cannot have an 8-bit recipe: {reason}")
+        for parameter, _ in family.weights(module):
+            check_recipe(recipe, parameter.dtype)
         found[module] = family
     if not found:
         wanted = ", or ".join(dict.fromkeys(family.description for family in families))

@@ -132,7 +132,7 @@ def dequantize_expert(weight: MXFP8Weight, expert: int, out: Tensor) -> None:
 
 def quantize_rows(rows: Tensor) -> tuple[Tensor, Tensor]:
     """Quantize rows (R, K) to float8_e4m3fn (R, K) and uint8 E8M0 scales (R, K // 32), the exponent plus 127."""
-    blocks = rows.float().reshape(len(rows), -1, BLOCK_SIZE)  # [R, K // 32, 32]
+    blocks = rows.float().unflatten(-1, (rows.shape[-1] // BLOCK_SIZE, BLOCK_SIZE))  # [R, K // 32, 32]
     bits = blocks.abs().amax(-1).view(torch.int32)
     above = (bits & (1 << _MANTISSA_BITS) - 1) > _E4M3_MAX_MANTISSA
     scale = ((bits >> _MANTISSA_BITS) - _E4M3_MAX_EXPONENT + above).clamp_min_(0)

@@ -58,7 +58,7 @@ class GroupedLinear(AdaptableLinear):
 
     weight: nn.Parameter
     bias: nn.Parameter | None
-    recipe: str | None = None  # of modules that were pickled without one
+    _recipe = ""  # for none, because Thunder guards the value of a string, but not None
     _sharded = False  # True if the parameters are DTensors; a rank computes with its own part
 
     def __init__(
@@ -94,6 +94,16 @@ class GroupedLinear(AdaptableLinear):
         for parameter in (self.weight, self.bias):
             if parameter is not None:
                 nn.init.uniform_(parameter, -bound, bound)
+
+    @property
+    def recipe(self) -> str | None:
+        """Return the 8-bit recipe, as the argument."""
+        return self._recipe or None
+
+    @recipe.setter
+    def recipe(self, recipe: str | None) -> None:
+        check_recipe(recipe, torch.float32)  # a call checks the dtype
+        self._recipe = recipe or ""
 
     def forward(
         self,

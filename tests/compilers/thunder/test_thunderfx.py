@@ -369,6 +369,32 @@ def test_views_of_one_tensor_as_inputs():
 
 
 @pytest.mark.parametrize(
+    ("dtype", "other"), [(torch.float32, lambda x: x.view(torch.int32)), (torch.complex64, torch.conj)]
+)
+def test_other_numbers_in_the_memory_of_an_input(dtype, other):
+    def function(x, y, cache):
+        cache.add_(1)
+        return x * 2, y + 1
+
+    x = torch.randn(2, 4, dtype=dtype)
+    torch.testing.assert_close(by_thunderfx(function)(x, other(x), torch.zeros(2)), (x * 2, other(x) + 1))
+
+
+@pytest.mark.parametrize("trained", ["x", "y", "xy"])
+def test_gradients_of_a_tensor_and_its_detached_alias(trained):
+    def function(x, y, cache):
+        cache.add_(1)
+        return (x * 2 + y * 3).square().sum()
+
+    x = torch.randn(2, 4)
+    pairs = [[x.detach().requires_grad_(name in trained) for name in "xy"] for _ in range(2)]
+    for run, pair in zip((by_thunderfx(function), function), pairs, strict=True):
+        run(*pair, torch.zeros(2)).backward()
+    for got, wanted in zip(*pairs, strict=True):
+        torch.testing.assert_close(got.grad, wanted.grad)
+
+
+@pytest.mark.parametrize(
     "device", [pytest.param("cpu", marks=pytest.mark.slow), pytest.param("cuda", marks=pytest.mark.gpu)]
 )
 def test_decode_steps_with_4_bit_dense_layers(device):

@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 from sleeping import sleep_and_wake_up, watched_loading, worker_of
 from test_vllm_experts import moe_config
 from tiny_models import tiny_model
+from transformers import Qwen3Config, Qwen3ForCausalLM
 from vllm.distributed import cleanup_dist_env_and_memory
 from vllm.model_executor.layers.fused_moe.config import FusedMoEParallelConfig
 
@@ -169,6 +170,20 @@ def test_a_pattern_that_fits_nothing(tmp_path):
     overrides = dict(quantization_config_dict_json=json.dumps({"linears": patterns}))
     message = r"linears: '\*.out' fits no dense layer of the model; close names are \['model.layers.*.o_proj'"
     with pytest.raises(ValueError, match=message), engine(path, hf_overrides=overrides, **ASKED):
+        pass
+    cleanup_dist_env_and_memory()
+
+
+@pytest.mark.parametrize("pattern", ["*.out", None])
+def test_models_without_anything_to_quantize(pattern, tmp_path):
+    config = Qwen3Config(
+        vocab_size=64, hidden_size=64, intermediate_size=96, num_hidden_layers=1, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=32, max_position_embeddings=256,
+    )  # fmt: skip
+    Qwen3ForCausalLM(config).save_pretrained(tmp_path)
+    overrides = {} if pattern is None else dict(quantization_config_dict_json=json.dumps({"linears": [pattern]}))
+    message = "--quantization thunder_moe: found no experts to quantize" if pattern is None else "fits no dense layer"
+    with pytest.raises(ValueError, match=message), engine(tmp_path, hf_overrides=overrides, **ASKED):
         pass
     cleanup_dist_env_and_memory()
 

@@ -209,8 +209,12 @@ def _separate(compiled: fx.GraphModule, parts: Mapping[Any, fx.Graph]) -> None:
 
 
 def _is_same(tensor: torch.Tensor, other: torch.Tensor) -> bool:
-    """True if two tensors of one storage have the same numbers in the same order."""
-    places = [(each.storage_offset(), each.numel()) for each in (tensor, other)]
+    """True if two tensors of one storage have one dtype, the same numbers in the same order, and the same gradient."""
+    if (tensor.requires_grad or other.requires_grad) and (tensor.is_leaf or other.is_leaf):
+        return False  # one is the other, detached
+    places = [
+        (each.dtype, each.is_conj(), each.is_neg(), each.storage_offset(), each.numel()) for each in (tensor, other)
+    ]
     strides = [(each.shape, each.stride()) for each in (tensor, other)]
     return places[0] == places[1] and (strides[0] == strides[1] or (tensor.is_contiguous() and other.is_contiguous()))
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
 
 from thunder_moe.integrations.huggingface.experts import NVFP4Experts, expert_weights, quantized_experts
 from thunder_moe.integrations.huggingface.forms import (
@@ -67,6 +68,11 @@ class TransformersExperts(ExpertFamily):
     def obstacle_to_recipe(self, module: nn.Module) -> str | None:
         if not has_interface(module):
             return f"{type(module).__name__} does not have transformers' experts interface"
+        forward: Any = type(module).forward
+        if getattr(forward, "__globals__", {}).get("__name__") != "transformers.integrations.moe":
+            return f"{type(module).__name__} has a forward of its own, which does not ask for an experts implementation"
+        if parametrize.is_parametrized(module):
+            return "its weights are parametrized; call prepare_8bit_training_ before prepare_qat_"
         if any(hasattr(parameter, "device_mesh") for parameter, _ in self.weights(module)):
             return "processes share its weights, wanted whole ones; call fully_shard afterwards"
         return None

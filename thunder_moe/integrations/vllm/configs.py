@@ -9,7 +9,7 @@ the registry, for checkpoints that are not claimed. Configurations are pickled, 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from difflib import get_close_matches
 from typing import Any
 
@@ -19,7 +19,7 @@ from vllm.config.quantization import QuantizationConfigArgs, QuantSpec
 from vllm.distributed import get_pp_group
 from vllm.logger import init_logger
 from vllm.model_executor.layers.fused_moe import RoutedExperts
-from vllm.model_executor.layers.linear import LinearBase
+from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
 from vllm.model_executor.layers.quantization import register_quantization_config
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
 from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors import CompressedTensorsConfig
@@ -178,6 +178,14 @@ class ThunderOnlineConfig(_Dtypes, OnlineQuantizationConfig):  # type: ignore[mi
         super().__init__(QuantizationConfigArgs(moe=nvfp4, linear=nvfp4 if linears else None))
         self.linears = linears
         self._dense: list[str] = []  # names of the model's dense layers
+        self._has_experts = False
+
+    def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> Any:
+        self._has_experts |= isinstance(layer, RoutedExperts)
+        method = super().get_quant_method(layer, prefix)
+        in_16_bits = isinstance(method, UnquantizedLinearMethod)
+        # One layer suffices. Some models of vLLM treat layers with its own class specially.
+        return _Checked() if in_16_bits and self._dense == [prefix] else method
 
     def resolve_quant_method_cls(self, layer_cls: type, prefix: str) -> Any:
         if issubclass(layer_cls, LinearBase):
@@ -189,25 +197,39 @@ class ThunderOnlineConfig(_Dtypes, OnlineQuantizationConfig):  # type: ignore[mi
         return super().resolve_quant_method_cls(layer_cls, prefix)
 
     def require_matches(self) -> None:
-        """Raise a ValueError if a pattern fits no dense layer of the model; methods call it when vLLM has made all.
+        """Raise a ValueError if a pattern fits no dense layer of the model, or if there is nothing to quantize; methods
+        call it when vLLM has made all layers.
 
         With pipeline parallelism it is a warning: a rank has some of the layers.
         """
+        for problem in self._problems():
+            if get_pp_group().world_size == 1:
+                raise ValueError(problem)
+            logger.warning_once("%s (of this pipeline stage)", problem)
+
+    def _problems(self) -> Iterator[str]:
+        if not (self._has_experts or self.linears):
+            yield f"--quantization {NAME}: found no experts to quantize in the model, and no patterns of dense layers"
         for pattern in self.linears:
             options = dict(fused_mapping=self.packed_modules_mapping, use_fnmatch=True)
             if any(any(find_matching_patterns(name, [pattern], **options)) for name in self._dense):
                 continue
             kinds = dict.fromkeys(map(without_numbers, self._dense))
             close = get_close_matches(without_numbers(pattern), kinds, n=3, cutoff=0)
-            problem = f"linears: {pattern!r} fits no dense layer of the model; close names are {close}"
-            if get_pp_group().world_size == 1:
-                raise ValueError(problem)
-            logger.warning_once("%s (of this pipeline stage)", problem)
+            yield f"linears: {pattern!r} fits no dense layer of the model; close names are {close}"
 
     def _get_method_cls(self, spec: QuantSpec | None, table: Any, layer_cls: type) -> type | None:
         if spec is None:
             return None
         return ThunderOnlineLinearMethod if issubclass(layer_cls, LinearBase) else ThunderOnlineMoEMethod
+
+
+class _Checked(UnquantizedLinearMethod):  # type: ignore[misc]
+    """vLLM's method for a dense layer that stays in 16 bits, which checks patterns if no layer has a method of ours."""
+
+    def process_weights_after_loading(self, layer: Any) -> None:
+        layer.quant_config.require_matches()
+        super().process_weights_after_loading(layer)
 
 
 class ThunderQuantizationConfig(ModelOptQuantConfigBase):  # type: ignore[misc]
