@@ -32,7 +32,7 @@ def replaced():
 def added():
     return sorted({name for old, new in zip(before, REGISTRIES) for name in new if name not in old})
 """
-OURS = ["modelopt", "thunder_moe", "thunder_moe_on_load", "thunder_moe_sdpa"]
+OURS = ["modelopt", "thunder_moe", "thunder_moe_fp8", "thunder_moe_mxfp8", "thunder_moe_on_load", "thunder_moe_sdpa"]
 TINY = """
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 sizes = dict(hidden_size=32, intermediate_size=32, moe_intermediate_size=16, num_hidden_layers=1, vocab_size=32)

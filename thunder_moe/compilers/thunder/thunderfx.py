@@ -177,8 +177,8 @@ def _spell_out_sizes(graph: fx.Graph) -> None:
 def _separate(compiled: fx.GraphModule, parts: Mapping[Any, fx.Graph]) -> None:
     """Copy inputs of Thunder's parts that share memory with another input: q, k and v of one GEMM, for example.
 
-    Where a part changes a tensor in place, Thunder 0.2.6 takes inputs of one storage for one tensor, whatever parts of
-    the storage they are: v would have the numbers of k.
+    Where a part changes a tensor in place, Thunder 0.2.6 takes inputs of one storage for one tensor, also if they
+    are different parts of it: v would have the numbers of k.
 
     Args:
         parts: the graph of dynamo's nodes of each compiled part.
