@@ -97,8 +97,8 @@ def calibrate_(
     then. Each weight is rounded by `nvfp4.quantize` with the Hessian of the rows that its experts get from the router.
     An expert with fewer rows n than in_features K is filled up with the mean of all experts' rows in this layer,
     ``H = X_own^T X_own + max(K - n, 0) * sum(X^T X) / sum(n)``, so an expert without rows has the layer's Hessian.
-    Weights in MXFP8 are rounded to nearest. `format`, `filter`, `ignore`, `linears`, `scale_search` and `layout` mean the
-    same as in `quantize_`.
+    Weights in MXFP8 are rounded to nearest. `format`, `filter`, `ignore`, `linears`, `scale_search` and `layout` are
+    the options of `quantize_`.
 
     Cost: for L layers about L / 2 passes over the batches, and GPTQ. Memory beyond the model: 4 * E * K^2 bytes for
     each weight of one layer, for one weight twice, and what `nvfp4.quantize` takes.
