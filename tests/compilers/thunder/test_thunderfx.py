@@ -368,6 +368,22 @@ def test_views_of_one_tensor_as_inputs():
         by_thunderfx(function)(both[:, :4], both[:, 4:], both[:, 2:6])
 
 
+def test_inputs_that_share_memory_in_a_later_call_alone():
+    def function(k, v, cache):
+        cache.copy_(k)
+        return cache + v
+
+    compiled, cache = by_thunderfx(function), torch.zeros(2, 4)
+    one, other = torch.randn(2, 4), torch.randn(2, 4)
+    torch.testing.assert_close(compiled(one, other, cache), one + other)
+    both = torch.randn(4, 4)
+    with pytest.raises(NotImplementedError, match="share memory, which the inputs of the compilation did not"):
+        compiled(both[:2], both[2:], cache)
+    torch.testing.assert_close(compiled(other, one, cache), one + other)
+    empty = by_thunderfx(function)
+    assert empty(one[:0], other[:0], cache[:0]).shape == (0, 4)
+
+
 @pytest.mark.parametrize(
     ("dtype", "other"), [(torch.float32, lambda x: x.view(torch.int32)), (torch.complex64, torch.conj)]
 )

@@ -106,7 +106,8 @@ def _compile(compiler: Any, gm: fx.GraphModule, inputs: Sequence[Any]) -> Callab
         compiler.thunder_options = options
     if changes:
         functions = compiler.subgraph_infos[-1].submodule_to_compiled_functions.items()
-        _separate(cast(fx.GraphModule, compiled), {function.compiled_fn: part.graph for part, function in functions})
+        parts = {function.compiled_fn: part.graph for part, function in functions}
+        return _separated(cast(fx.GraphModule, compiled), parts)
     return compiled
 
 
@@ -174,7 +175,7 @@ def _spell_out_sizes(graph: fx.Graph) -> None:
             graph.erase_node(node)
 
 
-def _separate(compiled: fx.GraphModule, parts: Mapping[Any, fx.Graph]) -> None:
+def _separated(compiled: fx.GraphModule, parts: Mapping[Any, fx.Graph]) -> Callable[..., Any]:
     """Copy inputs of Thunder's parts that share memory with another input: q, k and v of one GEMM, for example.
 
     Where a part changes a tensor in place, Thunder 0.2.6 takes inputs of one storage for one tensor, also if they
@@ -183,9 +184,15 @@ def _separate(compiled: fx.GraphModule, parts: Mapping[Any, fx.Graph]) -> None:
     Args:
         parts: the graph of dynamo's nodes of each compiled part.
 
+    Returns:
+        The compiled graph, in front of which a call raises NotImplementedError if its inputs share memory otherwise
+        than the inputs of the compilation.
+
     Raises:
         NotImplementedError: one of the inputs may be changed in place.
     """
+    positions = {node: position for position, node in enumerate(compiled.graph.find_nodes(op="placeholder"))}
+    groups: list[list[int]] = []  # the positions of the inputs that a part gets
     for call in compiled.graph.find_nodes(op="call_module"):
         part = getattr(compiled, call.target)
         if not isinstance(part, thunder.ThunderModule) or not any(map(_may_change, parts[part].nodes)):
@@ -205,7 +212,27 @@ def _separate(compiled: fx.GraphModule, parts: Mapping[Any, fx.Graph]) -> None:
                 )
             with compiled.graph.inserting_before(call):
                 call.update_arg(index, compiled.graph.call_method("clone", (call.args[index],)))
+        groups.append([positions[node] for node in call.all_input_nodes if node in positions])
     compiled.recompile()
+
+    def run(*inputs: Any) -> Any:
+        for group in groups:
+            first: dict[int, torch.Tensor] = {}
+            for position in group:
+                tensor = inputs[position]
+                # Thunder looks at no parameters and at no subclasses.
+                if type(tensor) is not torch.Tensor or tensor.layout is not torch.strided or not tensor.numel():
+                    continue
+                other = first.setdefault(tensor.untyped_storage().data_ptr(), tensor)
+                if other is not tensor and not _is_same(tensor, other):
+                    raise NotImplementedError(
+                        f"inputs of shapes {tuple(other.shape)} and {tuple(tensor.shape)} share memory, which the"
+                        " inputs of the compilation did not: Thunder 0.2.6 would take both for the same tensor; clone"
+                        " one"
+                    )
+        return compiled(*inputs)
+
+    return run
 
 
 def _is_same(tensor: torch.Tensor, other: torch.Tensor) -> bool:
