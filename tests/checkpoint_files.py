@@ -41,7 +41,7 @@ def load_tensors(directory):
 
 
 def release_in_mxfp4(directory, seed=0, *, highest=-4, spread=False):
-    """Gives a saved 16- or 32-bit GPT-OSS the form of OpenAI's release: random MXFP4 experts, all else as it is.
+    """Gives a saved 16- or 32-bit GPT-OSS the form of OpenAI's release: random MXFP4 experts, all else unchanged.
 
     A projection's `_blocks` are uint8 (experts, rows, blocks of 32, 16), two E2M1 codes a byte, the low nibble first.
     `_scales` are uint8 (experts, rows, blocks), 2**(scale - 127), here of four exponents up to `highest`. Rows of gate

@@ -62,7 +62,7 @@ def test_experts_of_another_form(tmp_path):
 
 
 def test_dummy_weights(tmp_path):
-    """vLLM leaves bytes as they are, which here mark what is not loaded."""
+    """vLLM leaves bytes unchanged, which here mark what is not loaded."""
     with engine(released_gpt_oss(tmp_path / "release"), load_format="dummy") as llm:
         assert their_tokens(llm)
 
