@@ -110,6 +110,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
 # Tokens of each text whose logits are compared: the last ones of the prompt, and decode steps. They are many, because
 # a router of 128 experts sends some of them to another expert by a rounding.
 CHECKED_OF_PROMPT, CHECKED_STEPS = 64, 64
+REFERENCE_TOKENS = 2048  # of a call of the reference: transformers' eager experts of Llama 4 compute each token 128 times
 # Of a cell: title -> lines with their metric and its unit.
 PRINTED: dict[str, list[tuple[str, str, str]]] = {
     "Throughput Metrics": [
@@ -387,15 +388,19 @@ def _build(column: str, args: argparse.Namespace, attention: str | None = None) 
 
 @torch.no_grad()
 def _reference_logits(column: str, args: argparse.Namespace, ids: Tensor, kept: int) -> Tensor:
-    """Return logits (B, kept, vocabulary) of the last tokens, by transformers' eager layers without a cache."""
+    """Return logits (B, kept, vocabulary) of the last tokens, by transformers' eager layers and its default cache."""
     model = _build("quantize_" if column == "thunder_moe" else column, args, "sdpa")
     if column != "bf16":
         dequantize_(model)
     use_transformers_moe(model)
     if model.config._experts_implementation != "eager":
         model.set_experts_implementation("eager")
-    logits: Tensor = model(ids, use_cache=False, logits_to_keep=kept).logits
-    return logits
+    cache, logits = None, []
+    for piece in ids.split(REFERENCE_TOKENS, 1):
+        result = model(piece, past_key_values=cache, use_cache=True, logits_to_keep=min(kept, piece.shape[1]))
+        cache = result.past_key_values
+        logits.append(result.logits)
+    return torch.cat(logits, 1)[:, -kept:]
 
 
 def _compile(model: Any, mode: str, column: str, format: str) -> Callable[..., Any]:

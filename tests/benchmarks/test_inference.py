@@ -110,6 +110,13 @@ def test_unconverted_models_and_windows(tmp_path, capsys, name):
     assert 0 < row["relative_error"] < 0.05
 
 
+@pytest.mark.parametrize("name", ["llama4", "qwen3_moe", "gpt_oss"])
+def test_the_reference_reads_long_prompts_in_pieces(tmp_path, monkeypatch, name):
+    monkeypatch.setattr(suite, "REFERENCE_TOKENS", 4)  # of 6 + 3 tokens
+    [row], status = run("--mode", "eager", "--columns", "bf16", "--model-name", name, output=tmp_path)
+    assert status == 0 and row["metrics"]
+
+
 def test_a_configuration_in_a_file(tmp_path):
     """Whose name begins as a known model's."""
     path = tmp_path / "mixtral-8x7b.json"
