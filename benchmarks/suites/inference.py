@@ -110,7 +110,8 @@ DEFAULTS: dict[str, dict[str, Any]] = {
 # Tokens of each text whose logits are compared: the last ones of the prompt, and decode steps. They are many, because
 # a router of 128 experts sends some of them to another expert by a rounding.
 CHECKED_OF_PROMPT, CHECKED_STEPS = 64, 64
-REFERENCE_TOKENS = 2048  # of a call of the reference: transformers' eager experts of Llama 4 compute each token 128 times
+REFERENCE_TOKENS = 2048  # of a call of the reference, in which all experts of Llama 4 compute each token
+
 # Of a cell: title -> lines with their metric and its unit.
 PRINTED: dict[str, list[tuple[str, str, str]]] = {
     "Throughput Metrics": [

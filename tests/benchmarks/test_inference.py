@@ -114,7 +114,8 @@ def test_unconverted_models_and_windows(tmp_path, capsys, name):
 def test_the_reference_reads_long_prompts_in_pieces(tmp_path, monkeypatch, name):
     monkeypatch.setattr(suite, "REFERENCE_TOKENS", 4)  # of 6 + 3 tokens
     [row], status = run("--mode", "eager", "--columns", "bf16", "--model-name", name, output=tmp_path)
-    assert status == 0 and row["metrics"]
+    assert status == 0
+    assert row["metrics"]
 
 
 def test_a_configuration_in_a_file(tmp_path):
