@@ -386,3 +386,22 @@ def test_calibrate(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for options in (["--rows", "1"], ["--context", "40"]):
         with pytest.raises(SystemExit):
             example.main([str(tmp_path / "model"), *options])
+
+
+# examples/rollout_gap.py
+
+
+def test_rollout_gap(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    save_model_and_text(tmp_path)
+    text = (tmp_path / "text.txt").read_text(encoding="utf-8")
+    (tmp_path / "model" / "held_out.txt").write_text(text * 2, encoding="utf-8")
+    example = load_example("rollout_gap")
+    rows = example.main([str(tmp_path / "model"), "--rounds", "1", "--steps", "30", "--texts", "8", "--new", "16"])
+    kl = {(row["round"], row["rollout"]): row["kl"] for row in rows}
+    assert kl[0, "nvfp4"] > kl[0, "bf16"] >= 0
+    assert kl[1, "nvfp4, never refreshed"] > 3 * kl[1, "nvfp4"]
+    assert json.loads((tmp_path / "model" / "rollout_gap.json").read_text())["rows"] == rows
+    assert (tmp_path / "model" / "rollout_gap.png").stat().st_size > 1000
+    assert "| nvfp4 |" in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        example.main([str(tmp_path / "model"), "--rounds", "0"])

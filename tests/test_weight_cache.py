@@ -14,10 +14,10 @@ import pytest
 import torch
 from torch import nn
 
-from thunder_moe import weight_cache
+from thunder_moe import refresh_, weight_cache
 from thunder_moe.formats.nvfp4 import dequantize, quantize
 from thunder_moe.kernels import slow_paths
-from thunder_moe.weight_cache import changed, get, operands, refresh, refresh_, stacked_layout, swizzled
+from thunder_moe.weight_cache import changed, get, operands, refresh, stacked_layout, swizzled
 
 
 @pytest.fixture

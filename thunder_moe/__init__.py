@@ -47,11 +47,11 @@ if TYPE_CHECKING:
     from thunder_moe.ops.scaled_mm import f16a_mxfp8weight_scaled_mm, f16a_nvfp4weight_scaled_mm
     from thunder_moe.quantization.calibrate import calibrate_
     from thunder_moe.quantization.quantize import dequantize_, plan_quantization, quantize_, to_layout_
+    from thunder_moe.quantization.refresh import refresh_
     from thunder_moe.registration import register, unregister
     from thunder_moe.routing import offsets_from_splits
     from thunder_moe.tools.sensitivity import load_formats
     from thunder_moe.training import GroupedMLP, NVFP4GroupedMLP, ScaledSReLU, ScaledSwiGLU
-    from thunder_moe.weight_cache import refresh_
 
 __version__ = "0.3.0"
 
@@ -59,7 +59,6 @@ _HOMES = {
     "checkpoint": ("convert",),
     "compilers.report": ("RewriteReport", "RewriteWarning", "rewrite_report"),
     "compilers.thunder.executor": ("moe_executor",),
-    "weight_cache": ("refresh_",),
     "integrations.huggingface.checkpoint": ("load_checkpoint", "save_checkpoint"),
     "integrations.huggingface.generation": ("fast_generate",),
     "integrations.huggingface.lora": ("get_peft_model", "load_peft_model"),
@@ -87,6 +86,7 @@ _HOMES = {
     "finetune.recipes": ("prepare_8bit_training_",),
     "quantization.calibrate": ("calibrate_",),
     "quantization.quantize": ("dequantize_", "plan_quantization", "quantize_", "to_layout_"),
+    "quantization.refresh": ("refresh_",),
     "registration": ("register", "unregister"),
     "routing": ("offsets_from_splits",),
     "tools.sensitivity": ("load_formats",),

@@ -1,5 +1,5 @@
 """The cache of 4-bit copies of 16-bit weights, which all graphs and compilers share.
-Called by compiled graphs at every call, compilers, integrations.huggingface and users (`refresh_`); calls
+Called by compiled graphs at every call, compilers, integrations.huggingface and quantization.refresh; calls
 kernels.select to quantize a weight that has changed, and for the layout that a device reads best (`stacked_layout`).
 
 A copy is kept in an attribute of its weight (of the first one, if several are stacked), and dies with it. It is valid
@@ -11,14 +11,13 @@ lists the changes that are detected.
 
 from __future__ import annotations
 
-import itertools
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cache, partial
 from operator import attrgetter
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch.nn.functional import pad
@@ -42,12 +41,10 @@ __all__ = [
     "operands",
     "pad_rows",
     "refresh",
-    "refresh_",
     "stacked_layout",
     "swizzled",
 ]
 
-Model = TypeVar("Model", bound=torch.nn.Module)
 _Tensors = tuple[torch.Tensor, ...]
 _Recipe = tuple[Any, ...]  # a name of `_MAKERS`, then further arguments of that function
 
@@ -287,31 +284,6 @@ def _watch_optimizers() -> None:
                 changed(*(p for p in group["params"] if p.requires_grad or p.grad is not None))
 
     register_optimizer_step_post_hook(after_step)
-
-
-def refresh_(model: Model) -> Model:
-    """Quantize the 4-bit copies of a model's weights again, after a change that leaves no trace.
-
-    Compiled graphs keep a 4-bit copy beside each frozen 16-bit weight, and make it again when they detect a change of
-    the weight. Writes through ``parameter.data`` or NumPy, and collectives of torch.distributed, cannot be detected:
-    call this after them. docs/weights.md lists the changes that are detected. Copies keep their addresses, so captured
-    CUDA graphs read them.
-
-    Args:
-        model: a module, compiled or not. The copies of its parameters and buffers, and of all tensors that share their
-            storage, are made again.
-
-    Returns:
-        The same model.
-
-    Raises:
-        TypeError: model is not a module.
-        ValueError: as `formats.nvfp4.quantize`, of a weight that holds NaN or Inf now.
-    """
-    if not isinstance(model, torch.nn.Module):
-        raise TypeError(f"model: got {type(model).__name__}, wanted a torch.nn.Module")
-    refresh(itertools.chain(model.parameters(), model.buffers()))
-    return model
 
 
 def local_data(weight: Any) -> Any:

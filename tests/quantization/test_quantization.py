@@ -221,7 +221,7 @@ def test_torch_compile_without_a_graph_break():
 def test_progress_bar_on_big_models(monkeypatch, capfd):
     quantize_(model())
     assert capfd.readouterr().err == ""
-    monkeypatch.setattr(plan, "_PROGRESS_WEIGHTS", 1)
+    monkeypatch.setattr(plan, "PROGRESS_WEIGHTS", 1)
     quantize_(model(2))
     assert "quantizing experts: 100%" in capfd.readouterr().err
 

@@ -27,7 +27,7 @@ __all__ = ["PlannedModule", "QuantizationPlan", "Skipped", "Target", "Targets", 
 Model = TypeVar("Model", bound=nn.Module)
 _LOGGER = logging.getLogger("thunder_moe")
 # Models with more expert weights than this (a few seconds of work) show a progress bar.
-_PROGRESS_WEIGHTS = 2**28
+PROGRESS_WEIGHTS = 2**28
 # The modules of models that are being converted -> the converting thread; `_BUSY_LOCK` guards it. An entry of a thread
 # that has ended is ignored, because an interrupt may have prevented its removal.
 _BUSY: WeakKeyDictionary[nn.Module, Thread] = WeakKeyDictionary()
@@ -214,7 +214,7 @@ def swap(
     chosen.clear()
     modules.reverse()
     bar = progress_bar(
-        total=len(modules), desc=label, unit="module", disable=len(modules) == 1 or weights < _PROGRESS_WEIGHTS
+        total=len(modules), desc=label, unit="module", disable=len(modules) == 1 or weights < PROGRESS_WEIGHTS
     )
     with bar:
         while modules:

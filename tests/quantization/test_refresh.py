@@ -1,0 +1,164 @@
+"""refresh_ of a quantized model with the 16-bit weights of a trainer: bits, addresses, compiled graphs, FSDP2, errors.
+Called by pytest; calls thunder_moe.refresh_, and quantize_ of the trained model as the judge.
+"""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from thunder_moe import GroupedMLP, Llama4MoE, Llama4MoEConfig, quantize_, refresh_
+
+BF16 = torch.bfloat16
+
+
+def trained(model):
+    """Return a copy of a model with other weights and buffers."""
+    result = copy.deepcopy(model)
+    with torch.no_grad():
+        for name, tensor in result.state_dict().items():
+            tensor.add_(torch.randn(tensor.shape) * (0.3 if "bias" in name else 0.02))
+    return result
+
+
+def llama4_moe():
+    return Llama4MoE(Llama4MoEConfig(hidden_size=64, intermediate_size=64, num_experts=4)).to(BF16)
+
+
+def require_same(model, judge):
+    ours, wanted = model.state_dict(), judge.state_dict()
+    assert list(ours) == list(wanted)
+    for name, tensor in wanted.items():
+        assert torch.equal(*(each.reshape(-1).view(torch.uint8) for each in (ours[name], tensor))), name
+
+
+OPTIONS = {
+    "experts": {},
+    "linears": dict(linears=["*_proj", "lm_head"]),
+    "mse": dict(linears=["*self_attn*"], scale_search="mse"),
+    "mxfp8": dict(format="mxfp8", linears=["*_proj"]),
+    "mixed": dict(format={"*.layers.0.*": "mxfp8"}, linears=["*.layers.0.*", "lm_head"], layout="linear"),
+    "some": dict(filter="*.layers.1.*"),
+}
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+@pytest.mark.parametrize("name", ["qwen3_moe", "llama4", "gpt_oss", "mixtral"])
+def test_models_of_transformers_take_a_trainers_weights(name, options):
+    pytest.importorskip("transformers")
+    from tiny_models import tiny_model, tokens
+
+    base = tiny_model(name, BF16)
+    trainer = trained(base)
+    model = quantize_(base, **options)
+    addresses = {key: tensor.data_ptr() for key, tensor in model.state_dict().items()}
+    judge = quantize_(copy.deepcopy(trainer), **options)
+    assert refresh_(model, trainer.state_dict(), scale_search=options.get("scale_search")) is model
+    require_same(model, judge)
+    assert {key: tensor.data_ptr() for key, tensor in model.state_dict().items()} == addresses
+    with torch.no_grad():
+        assert torch.equal(model(tokens()).logits, judge(tokens()).logits)
+
+
+@pytest.mark.parametrize("layout", ["auto", "linear", "tiled_64x64"])
+def test_modules_of_this_package(layout):
+    for base in (
+        nn.Sequential(nn.Linear(64, 64, dtype=BF16), llama4_moe()),
+        nn.ModuleDict({"experts": GroupedMLP(4, 64, 64, bias=True, dtype=BF16)}),
+    ):
+        trainer = trained(base)
+        model, judge = (quantize_(copy.deepcopy(each), layout=layout) for each in (base, trainer))
+        refresh_(model, trainer.state_dict())
+        require_same(model, judge)
+        weights = {key: tensor.float() for key, tensor in base.state_dict().items()}
+        refresh_(model, weights)  # and back, from float32
+        require_same(model, quantize_(base, layout=layout))
+
+
+def test_a_compiled_graph_reads_the_new_weights():
+    base = llama4_moe()
+    trainer = trained(base)
+    compiled = torch.compile(quantize_(base), fullgraph=True)
+    rows = torch.randn(2, 5, 64, dtype=BF16)
+    with torch.no_grad():
+        before = compiled(rows)
+        with torch.compiler.set_stance("fail_on_recompile"):
+            assert refresh_(compiled, trainer.state_dict()) is compiled
+            after = compiled(rows)
+        wanted = torch.compile(quantize_(trainer), fullgraph=True)(rows)
+    assert not torch.equal(before, after)
+    assert torch.equal(after, wanted)
+
+
+def test_tied_experts_and_heads_stay_tied():
+    shared = llama4_moe()
+    base = nn.ModuleDict({"layers": nn.ModuleList([nn.ModuleDict({"moe": shared}), nn.ModuleDict({"moe": shared})])})
+    trainer = trained(base)
+    model = quantize_(base)
+    refresh_(model, trainer.state_dict())
+    assert model["layers"][0]["moe"] is model["layers"][1]["moe"]
+    require_same(model, quantize_(trainer))
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        (lambda weights: weights.pop("0.weight"), ValueError, r"weights: \['0.weight'\] are missing, \[\] are unknown"),
+        (lambda weights: weights.update(other=weights["0.weight"]), ValueError, r"\['other'\] are unknown"),
+        (lambda weights: [weights.pop(name) for name in list(weights) if name[0] == "1"], ValueError, r"'1\.\*'"),
+        (lambda weights: weights.update({"0.weight": torch.zeros(3)}), RuntimeError, r"0.weight: got shape \(3,\)"),
+        (lambda weights: weights.pop("1.router.weight"), RuntimeError, r"(?s)1: .*router.weight"),
+        (lambda weights: weights["1.router.weight"].resize_(1), RuntimeError, r"size mismatch for router.weight"),
+        (lambda weights: weights[EXPERTS].fill_(torch.nan), ValueError, r"1: .*NaN"),
+    ],
+    ids=["missing", "unknown", "no layer", "shape", "missing in a layer", "shape in a layer", "nan"],
+)
+def test_bad_weights(change, error, message):
+    base = nn.Sequential(nn.Linear(64, 64, dtype=BF16), llama4_moe())
+    weights = trained(base).state_dict()
+    model = quantize_(base)
+    before = copy.deepcopy(model)
+    change(weights)
+    with pytest.raises(error, match=message):
+        refresh_(model, weights)
+    require_same(model[1], before[1])
+
+
+EXPERTS = "1.routed_experts.gate_proj.weight"
+
+
+def test_bad_models_and_options():
+    model = llama4_moe()
+    with pytest.raises(ValueError, match="model: found nothing quantized in Llama4MoE"):
+        refresh_(model, model.state_dict())
+    with pytest.raises(TypeError, match="weights: got Llama4MoE, wanted a state dict"):
+        refresh_(quantize_(llama4_moe()), model)
+    with pytest.raises(ValueError, match="scale_search: got 'mse' without weights"):
+        refresh_(model, scale_search="mse")
+    hooked = nn.Sequential(quantize_(llama4_moe()))
+    hooked[0].routed_experts.register_forward_hook(lambda *args: None)
+    with pytest.raises(ValueError, match="0: model: nothing in Module can be replaced; .* hooks"):
+        refresh_(hooked, {f"0.{key}": tensor for key, tensor in model.state_dict().items()})
+
+
+def of_a_sharded_trainer():
+    """Run on each rank: refresh from the DTensors of FSDP2, and compare with whole weights."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor import DTensor
+
+    torch.manual_seed(0)
+    base = nn.Sequential(nn.Linear(64, 64, dtype=BF16), llama4_moe())
+    trainer = trained(base)
+    judge = quantize_(copy.deepcopy(trainer))
+    model = quantize_(base)
+    fully_shard(trainer, mesh=init_device_mesh("cpu", (2,)))
+    weights = trainer.state_dict()
+    assert all(isinstance(tensor, DTensor) for tensor in weights.values())
+    refresh_(model, weights)
+    require_same(model, judge)
+
+
+def test_weights_of_fsdp2(ranks):
+    ranks(2)(of_a_sharded_trainer)
