@@ -11,7 +11,7 @@ struct RecipeArguments {
   void* out;           // numbers: (R, C). codes: quantize_rows (R, C), quantize_columns (E, C, group_rows), with ends (C, code_rows)
   float* scales;       // quantize_rows (R,), quantize_columns (E, C); null for MX
   uint32_t* amax;      // (E, C): bits of the largest magnitudes, 0 to begin with
-  int* code_ends;      // (E,), result: row ends among the codes, where each expert has a multiple of 16 rows, at least 16
+  int* code_ends;      // (E,), result: row ends among the codes, where each expert has a multiple of 32 rows
   int64_t rows, code_rows;
   int columns, num_experts, group_rows;
 };
@@ -165,7 +165,7 @@ struct Tile {
   int64_t begin, code_begin;  // the expert's first row, and its first among the codes
 };
 
-DEVICE int code_rows_of(int rows) { return max((rows + 15) / 16 * 16, 16); }
+DEVICE int code_rows_of(int rows) { return (rows + 31) / 32 * 32; }
 
 DEVICE Tile find_tile(const RecipeArguments& args, int number) {
   if (args.ends == nullptr) {
@@ -298,7 +298,7 @@ __global__ void __launch_bounds__(kRowThreads) quantize_columns(const RecipeArgu
 #pragma unroll
     for (int j = 0; j < 8; ++j) turned[group * 8 + j][thread / 16 ^ group] = make_uint2(words[j][0], words[j][1]);
     __syncthreads();
-    const int written = code_rows_of(tile.live);
+    const int written = args.ends == nullptr ? tile.live : code_rows_of(tile.live);
     const int64_t stride = args.ends == nullptr ? args.group_rows : args.code_rows;
     uint8_t* const out = static_cast<uint8_t*>(args.out) + (args.ends == nullptr ? of_expert * stride : tile.code_begin) + tile.chunk * kTile;
 #pragma unroll
