@@ -343,6 +343,7 @@ static uint32_t atomicMax(uint32_t* to, uint32_t value) {
   *to = max(before, value);
   return before;
 }
+static void __threadfence() {}
 static int atomicAdd(int* to, int value) {
   const int old = *to;
   *to += value;

@@ -41,7 +41,7 @@ def numbers(result):
 @pytest.mark.parametrize(
     ("dtype", "columns"),
     [(BF16, 136), (torch.float32, 39), pytest.param(BF16, 1160, marks=pytest.mark.slow),
-     pytest.param(torch.float32, 9000, marks=pytest.mark.slow)],
+     pytest.param(BF16, 2312, marks=pytest.mark.slow), pytest.param(torch.float32, 9000, marks=pytest.mark.slow)],
 )  # fmt: skip
 def test_rows(device, recipe, dtype, columns):
     torch.manual_seed(0)
@@ -81,7 +81,10 @@ def test_columns_of_rows(device, recipe):
     assert scale is None or scale.isfinite().all()
 
 
-def test_codes(device):
+@pytest.mark.parametrize("lead", [0, recipes.LEAD])
+def test_codes(device, monkeypatch, lead):
+    """Tiles are measured just before they are rounded, or all of them first."""
+    monkeypatch.setattr(recipes, "LEAD", lead)
     torch.manual_seed(0)
     weight, rows = wild(2, 160, 144, dtype=BF16, device=device), wild(sum(SPLITS) + 3, 144, dtype=BF16, device=device)
     rows[sum(SPLITS) :] = float("nan")

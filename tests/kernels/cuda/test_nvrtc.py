@@ -109,7 +109,6 @@ OTHERS = {
         [
             *(f"quantize_rows<{dtype}, {mx}, false, 32>" for dtype in range(2) for mx in ("true", "false")),
             *(f"quantize_rows<1, false, true, {per_row}>" for per_row in (32, 256, 512)),
-            *(f"column_amax<{dtype}>" for dtype in range(2)),
             *(f"quantize_columns<{dtype}, {mx}, false>" for dtype in range(2) for mx in ("true", "false")),
             "quantize_columns<1, false, true>",
         ],

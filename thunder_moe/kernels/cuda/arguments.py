@@ -222,9 +222,9 @@ class RecipeArguments(ctypes.Structure):
     """In recipes.cu."""
 
     _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("values", "ends", "out", "scales", "amax", "code_ends")),
+        *((name, ctypes.c_void_p) for name in ("values", "ends", "out", "scales", "amax", "progress", "code_ends")),
         *((name, ctypes.c_int64) for name in ("rows", "code_rows")),
-        *((name, ctypes.c_int) for name in ("columns", "num_experts", "group_rows")),
+        *((name, ctypes.c_int) for name in ("columns", "num_experts", "group_rows", "lead")),
     )
 
 

@@ -29,6 +29,7 @@ SOURCES = (COMMON, COMMON.with_name("activation.cu"), COMMON.with_name("recipes.
 _THREADS = 256  # kRowThreads
 _TILE = 128  # kTile
 _MOST_BLOCKS = 2**16
+LEAD = 256  # tiles that are measured before a strip's first tile is rounded, more than the strip has: of 32 KiB, in L2
 
 
 class CudaProducts(QuantizedProducts):
@@ -136,10 +137,12 @@ def _rows(values: Tensor, recipe: str, codes: bool) -> Quantized:
     out = torch.empty_like(values, dtype=torch.float8_e4m3fn if codes else None)
     scales = None if mx else values.new_empty(values.shape[:-1], dtype=torch.float32)
     if out.numel():
-        rows, per_row = out.numel() // columns, 32 if mx or columns <= 1024 else 256 if columns <= 8192 else 512
+        rows, per_row = out.numel() // columns, 32 if mx or columns <= 2048 else 256 if columns <= 8192 else 512
         threads = max(per_row, _THREADS)
         blocks = min(-(-rows * per_row // threads), _MOST_BLOCKS)
-        argument = RecipeArguments(*map(pointer, (values, None, out, scales, None, None)), rows, 0, columns, 0, 0)
+        argument = RecipeArguments(
+            *map(pointer, (values, None, out, scales, None, None, None)), rows, 0, columns, 0, 0, 0
+        )
         name = f"quantize_rows<{DTYPE_CODES[values.dtype]}, {_bool(mx)}, {_bool(codes)}, {per_row}>"
         launch(SOURCES, name, threads, 0, blocks, argument, values.device)
     return out[..., :k], scales
@@ -150,28 +153,32 @@ def _columns(values: Tensor, recipe: str, offsets: Tensor | None, codes: bool) -
     values = _padded(values)
     rows, columns = values.shape[-2:]
     if offsets is None:
-        experts, ends, chunks = values.shape[0], None, values.shape[0] * -(-rows // _TILE)
+        experts, ends, tiles = values.shape[0], None, values.shape[0] * -(-rows // _TILE)
     else:
         experts = offsets.shape[0]
-        ends, chunks = backend.row_starts(offsets.to(torch.int32), rows)[1:], rows // _TILE + experts
+        ends, tiles = backend.row_starts(offsets.to(torch.int32), rows)[1:], rows // _TILE + experts
+    across = -(-columns // _TILE)
+    tiles *= across
     shape = values.shape
     if codes:
         shape = torch.Size(
             (experts, columns, rows) if ends is None else (columns, -(-rows // 32) * 32 + 32 * min(rows, experts))
         )
     out = values.new_empty(shape, dtype=torch.float8_e4m3fn if codes else None)
-    amax = scales = None
+    amax = progress = scales = None
+    lead, blocks = 0, tiles
     code_ends = torch.empty(experts, dtype=torch.int32, device=values.device)
     if not mx:
-        amax = torch.zeros(experts, columns, dtype=torch.int32, device=values.device)
-        scales = torch.empty_like(amax, dtype=torch.float32)
-    if chunks and columns:  # scales of experts without rows are written, too
-        argument = RecipeArguments(
-            *map(pointer, (values, ends, out, scales, amax, code_ends)), rows, out.shape[-1], columns, experts, rows
-        )
-        kernels = () if mx else (f"column_amax<{dtype}>",)
-        for name in (*kernels, f"quantize_columns<{dtype}, {_bool(mx)}, {_bool(codes)}>"):
-            launch(SOURCES, name, _THREADS, 0, chunks * -(-columns // _TILE), argument, values.device)
+        sizes = experts * columns, 1 + experts * across
+        amax, progress = torch.zeros(sum(sizes), dtype=torch.int32, device=values.device).split(sizes)
+        scales = values.new_empty(experts, columns, dtype=torch.float32)
+        lead = min(-(-rows // _TILE) + LEAD, tiles)
+        blocks = lead + 2 * tiles
+    if tiles:  # scales of experts without rows are written, too
+        pointers = map(pointer, (values, ends, out, scales, amax, progress, code_ends))
+        argument = RecipeArguments(*pointers, rows, out.shape[-1], columns, experts, rows, lead)
+        name = f"quantize_columns<{dtype}, {_bool(mx)}, {_bool(codes)}>"
+        launch(SOURCES, name, _THREADS, 0, blocks, argument, values.device)
     return out if codes else out[..., :c], None if scales is None else scales[:, :c], code_ends
 
 
