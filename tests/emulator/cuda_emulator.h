@@ -343,6 +343,7 @@ static uint32_t atomicMax(uint32_t* to, uint32_t value) {
   *to = max(before, value);
   return before;
 }
+static void __threadfence() {}
 static int atomicAdd(int* to, int value) {
   const int old = *to;
   *to += value;
@@ -709,6 +710,42 @@ template <bool BF16, bool TRANSPOSED_A, bool TRANSPOSED_B, int C>
 static void wgmma_shared(float (&acc)[C][4], MatrixDescriptor a, MatrixDescriptor b, bool add) {
   const auto product = [&acc, a, b, add] { multiply_shared<BF16, TRANSPOSED_A, TRANSPOSED_B>(acc, a, b, add); };
   if (adversary.late_products) fibers[threadIdx.x].products.open.push_back(product);
+  else product();
+}
+
+static float e4m3_to_float(uint8_t code) {
+  static float values[256];
+  if (values[1] == 0)
+    for (int i = 0; i < 256; ++i) {
+      const int exponent = i >> 3 & 15, mantissa = i & 7;
+      const float magnitude = exponent == 0 ? std::ldexp(mantissa / 8.0f, -6) : std::ldexp(1 + mantissa / 8.0f, exponent - 7);
+      values[i] = (i & 0x7F) == 0x7F ? NAN : i & 0x80 ? -magnitude : magnitude;
+    }
+  return values[code];
+}
+
+// Element (row, k) of 32 k of an operand of E4M3 numbers in shared memory, in boxes with 128-byte swizzle.
+static float e4m3_element(const uint4* operand, int row, int k) {
+  const size_t within = reinterpret_cast<uintptr_t>(operand) % 1024 / 16;  // the swizzle is of addresses
+  const uint4* const unit = operand - within + row * 8 + ((within + k / 16) ^ row % 8);
+  return e4m3_to_float(reinterpret_cast<const uint8_t*>(unit)[k % 16]);
+}
+
+template <int C>
+static void multiply_e4m3_shared(float (&acc)[C][4], const uint4* a, const uint4* b, bool add) {
+  const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4, warp = threadIdx.x / 32 % 4;
+  for (int c = 0; c < C; ++c)
+    for (int i = 0; i < 4; ++i) {
+      float sum = 0;
+      for (int k = 0; k < 32; ++k) sum += e4m3_element(a, 16 * warp + g + 8 * (i / 2), k) * e4m3_element(b, 8 * c + 2 * t + i % 2, k);
+      acc[c][i] = add ? acc[c][i] + sum : sum;
+    }
+}
+
+template <int C>
+static void wgmma_e4m3(float (&acc)[C][4], MatrixDescriptor a, MatrixDescriptor b, bool add) {
+  const auto product = [&acc, a, b, add] { multiply_e4m3_shared(acc, a, b, add); };
+  if (adversary.late_products) fibers[current].products.open.push_back(product);
   else product();
 }
 

@@ -11,7 +11,7 @@ from emulated_gemms import emulate_device
 from oracle import RecipeLinear, relative_error, round_to_recipe
 
 from thunder_moe.kernels import slow_paths
-from thunder_moe.kernels.cuda import recipes, training
+from thunder_moe.kernels.cuda import linear, recipes, training, wgrad
 
 BF16 = torch.bfloat16
 SPLITS = [5, 0, 130, 33, 0]
@@ -41,7 +41,7 @@ def numbers(result):
 @pytest.mark.parametrize(
     ("dtype", "columns"),
     [(BF16, 136), (torch.float32, 39), pytest.param(BF16, 1160, marks=pytest.mark.slow),
-     pytest.param(torch.float32, 9000, marks=pytest.mark.slow)],
+     pytest.param(BF16, 2312, marks=pytest.mark.slow), pytest.param(torch.float32, 9000, marks=pytest.mark.slow)],
 )  # fmt: skip
 def test_rows(device, recipe, dtype, columns):
     torch.manual_seed(0)
@@ -81,18 +81,21 @@ def test_columns_of_rows(device, recipe):
     assert scale is None or scale.isfinite().all()
 
 
-def test_codes(device):
+@pytest.mark.parametrize("lead", [0, recipes.LEAD])
+def test_codes(device, monkeypatch, lead):
+    """Tiles are measured just before they are rounded, or all of them first."""
+    monkeypatch.setattr(recipes, "LEAD", lead)
     torch.manual_seed(0)
     weight, rows = wild(2, 160, 144, dtype=BF16, device=device), wild(sum(SPLITS) + 3, 144, dtype=BF16, device=device)
     rows[sum(SPLITS) :] = float("nan")
     equal(numbers(recipes.quantize_codes(weight)), round_to_recipe(weight.cpu(), "fp8"))
     equal(numbers(recipes.quantize_column_codes(weight)[:2]), round_to_recipe(weight.mT.cpu(), "fp8"))
     codes, scale, ends = recipes.quantize_column_codes(rows, torch.tensor(SPLITS, device=device).cumsum(0))
-    assert ends.tolist() == [16, 32, 176, 224, 240]
+    assert ends.tolist() == [32, 32, 192, 256, 256]
     assert codes.shape[1] % 16 == 0
     begin = 0
     for expert, (count, end) in enumerate(zip(SPLITS, ends.tolist(), strict=True)):
-        padded = 16 if count == 0 else -(-count // 16) * 16
+        padded = -(-count // 32) * 32
         of_expert = codes[:, end - padded : end]
         part = rows[begin : (begin := begin + count)]
         assert of_expert[:, count:].float().eq(0).all()
@@ -100,22 +103,82 @@ def test_codes(device):
             equal(numbers((of_expert[:, :count], scale[expert])), round_to_recipe(part.t().cpu(), "fp8"))
 
 
-def scaled_grouped_mm(a, b, scale_a, scale_b, offs=None, out_dtype=None, use_fast_accum=False):
-    """Stand in for torch's function on a CPU, behind the checks of its meta function."""
-    assert not use_fast_accum  # see test_sums_of_positive_products
-    meta = [tensor.to("meta") for tensor in (a, b, scale_a, scale_b, offs)]
-    shape = torch.ops.aten._scaled_grouped_mm(*meta, out_dtype=out_dtype, use_fast_accum=use_fast_accum).shape
-    out, begin = torch.full(shape, torch.nan), 0
-    for expert, end in enumerate(offs.tolist()):
-        if b.ndim == 3:
-            out[begin:end] = a[begin:end].float() @ b[expert].float() * scale_a[begin:end, None] * scale_b[expert]
-        else:
-            assert end > begin
-            assert (end - begin) % 16 == 0
-            product = a[:, begin:end].float() @ b[begin:end].float()
-            out[expert] = product * scale_a.view(len(offs), -1)[expert][:, None] * scale_b.view(len(offs), -1)[expert]
-        begin = end
-    return out.to(out_dtype)
+CODES = torch.float8_e4m3fn
+
+
+def codes_and_scales(*shape):
+    """Return codes of any magnitude, and a scale of each row."""
+    return (torch.randn(shape) * 4).clamp(-448, 448).to(CODES), torch.rand(shape[:-1]) + 0.5
+
+
+@pytest.mark.parametrize(
+    ("n", "k", "splits", "tile"),
+    [
+        (144, 144, [0, 5, 0, 70, 1], 64),
+        (16, 16, [3, 1, 0], 64),
+        pytest.param(80, 272, [0, 130, 9], 128, marks=pytest.mark.slow),
+        pytest.param(48, 160, [300, 0, 150], 256, marks=pytest.mark.slow),
+        pytest.param(48, 160, [450, 63], 256, marks=pytest.mark.slow),
+    ],
+)
+def test_products_of_codes(device, monkeypatch, n, k, splits, tile):
+    """Rows past the end, and weights of experts without rows, are NaN. Three experts are computed in two parts."""
+    on_hopper(device, monkeypatch)
+    monkeypatch.setattr(linear, "MAX_EXPERTS", 2 if len(splits) == 3 else 1024)
+    torch.manual_seed(0)
+    ends, end = torch.tensor(splits).cumsum(0), sum(splits)
+    (rows, row_scale), (weight, column_scale) = codes_and_scales(end + 9, k), codes_and_scales(len(splits), n, k)
+    rows.view(torch.uint8)[end:], row_scale[end:] = 0x7F, float("nan")
+    weight.view(torch.uint8)[torch.tensor(splits) == 0], column_scale[torch.tensor(splits) == 0] = 0xFF, float("inf")
+    expert = torch.bucketize(torch.arange(end), ends, right=True)
+    products = (rows[:end, None].double() @ weight.double().mT[expert])[:, 0]
+    expected = products * row_scale[:end, None] * column_scale[expert]
+    offsets = ends.int() if n == 16 else ends
+    operands = [each.to(device) for each in (rows, row_scale, weight, column_scale, offsets)]
+    for zero_tail in (True, False):
+        out = torch.full((end + 9, n), 7.0, dtype=BF16, device=device)
+        linear.scaled_linear(*operands, out, zero_tail, tile)
+        assert relative_error(out[:end].cpu(), expected) < 4e-3
+        assert out[end:].eq(0 if zero_tail else 7).all()
+
+
+@pytest.mark.parametrize("form", ["added", "written", "narrow"])
+@pytest.mark.parametrize(
+    ("n", "k", "splits", "columns"),
+    [
+        (144, 80, [0, 32, 0, 160], 128),
+        pytest.param(48, 272, [64, 288, 0], 256, marks=pytest.mark.slow),
+        pytest.param(80, 208, [0, 96, 128], 192, marks=pytest.mark.slow),
+    ],
+)
+def test_wgrad_of_codes(device, monkeypatch, n, k, splits, columns, form):
+    """Codes past the end are NaN. float32 results are sums in float32."""
+    on_hopper(device, monkeypatch)
+    monkeypatch.setattr(wgrad, "MAX_EXPERTS", 2 if len(splits) == 3 else 1024)
+    torch.manual_seed(0)
+    ends, end, experts = torch.tensor(splits).cumsum(0), sum(splits), len(splits)
+    (x, _), (grad, _) = codes_and_scales(k, end + 32), codes_and_scales(n, end + 32)
+    x.view(torch.uint8)[:, end:], grad.view(torch.uint8)[:, end:] = 0x7F, 0xFF
+    x_scale, grad_scale = torch.rand(experts, k) + 0.5, torch.rand(experts, n) + 0.5
+    out = torch.randn(experts, n, k)
+    expected = out.double() if form == "added" else torch.zeros(experts, n, k, dtype=torch.float64)
+    for expert, (begin, stop) in enumerate(pairwise([0, *ends.tolist()])):
+        product = grad[:, begin:stop].double() @ x[:, begin:stop].double().t()
+        expected[expert] += product * grad_scale[expert][:, None] * x_scale[expert]
+    got = out.clone() if form == "added" else torch.full_like(out, torch.nan, dtype=BF16 if form == "narrow" else None)
+    got = got.to(device)
+    operands = [each.to(device) for each in (x, x_scale, grad, grad_scale, ends.int())]
+    wgrad.scaled_wgrad(*operands, got, form == "added", columns=columns)
+    assert relative_error(got.cpu(), expected) < (4e-3 if form == "narrow" else 1e-6)
+    empty = torch.tensor(splits) == 0
+    assert torch.equal(got.cpu()[empty], out[empty] if form == "added" else torch.zeros_like(got.cpu()[empty]))
+
+
+def on_hopper(device, monkeypatch):
+    if device == "cpu":
+        emulate_device(monkeypatch, 3)
+    elif torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("needs compute capability 9.0")
 
 
 @pytest.mark.parametrize("recipe", ["mxfp8", "fp8"])
@@ -128,7 +191,6 @@ def test_products(device, monkeypatch, recipe, capability, dtype, n, k):
     """Rows past the end are NaN: zeros come of them; a buffer keeps them. main_grad is added to."""
     if device == "cpu":
         emulate_device(monkeypatch, 3, capability)
-        monkeypatch.setattr(torch, "_scaled_grouped_mm", scaled_grouped_mm)
         monkeypatch.setattr(torch, "_grouped_mm", reference_mm)
     elif torch.cuda.get_device_capability() != capability:
         pytest.skip("another compute capability")
@@ -168,6 +230,24 @@ def test_products(device, monkeypatch, recipe, capability, dtype, n, k):
     assert relative_error((main - 1).cpu(), leaves[1].grad) < tolerance
     products.wgrad(x, grad, offsets, out=main)
     assert relative_error(main.cpu(), leaves[1].grad) < tolerance
+
+
+def test_buffers_at_any_address(device, monkeypatch):
+    """The kernels of codes store 16 bytes at a time, which needs an aligned address."""
+    on_hopper(device, monkeypatch)
+    torch.manual_seed(0)
+    x, grad, weight = (torch.randn(*shape, device=device).to(BF16) for shape in ((40, 48), (40, 32), (2, 32, 48)))
+    ends, products = torch.tensor([9, 37], device=device), training.quantized_products("fp8")
+    y, of_weight = products.grouped_mm(x, weight, ends), products.wgrad(x, grad, ends)
+    odd_y = torch.full((y.numel() + 1,), 7.0, dtype=BF16, device=device)[1:].view_as(y)
+    products.grouped_mm(x, weight, ends, out=odd_y)
+    assert torch.equal(odd_y[:37], y[:37])
+    assert odd_y[37:].eq(7).all()
+    main = torch.ones(of_weight.numel() + 1, device=device)[1:].view_as(of_weight)
+    products.wgrad(x, grad, ends, out=main, accumulate=True)
+    assert relative_error((main - 1).cpu(), of_weight.cpu()) < 4e-3
+    products.wgrad(x, grad, ends, out=main)
+    assert relative_error(main.cpu(), of_weight.cpu()) < 4e-3
 
 
 @pytest.mark.gpu

@@ -109,7 +109,6 @@ OTHERS = {
         [
             *(f"quantize_rows<{dtype}, {mx}, false, 32>" for dtype in range(2) for mx in ("true", "false")),
             *(f"quantize_rows<1, false, true, {per_row}>" for per_row in (32, 256, 512)),
-            *(f"column_amax<{dtype}>" for dtype in range(2)),
             *(f"quantize_columns<{dtype}, {mx}, false>" for dtype in range(2) for mx in ("true", "false")),
             "quantize_columns<1, false, true>",
         ],
@@ -234,8 +233,13 @@ def test_other_kernels_compile(kept, capability):
         argument = cuda_arguments.TmaWgradArguments
         for dtype, (columns, stages) in itertools.product(("true", "false"), wgrad._STAGES.items()):
             found.add((wgrad.WGMMA, f"wgrad_wgmma<{dtype}, {columns}, {stages}>", capability, argument))
+        argument = cuda_arguments.ScaledWgradArguments
+        for columns, stages in wgrad._STAGES.items():
+            found.add((wgrad.WGMMA, f"scaled_wgrad_wgmma<{columns}, {stages}>", capability, argument))
         argument = cuda_arguments.TmaLinearArguments
         for index, (tile, stages) in enumerate(linear.STAGES.items()):
+            scaled = cuda_arguments.ScaledLinearArguments
+            found.add((linear.WGMMA, f"scaled_linear_wgmma<{tile}, {stages}>", capability, scaled))
             for transposed in ("true", "false"):
                 dtype = ("true", "false")[index % 2]
                 name = f"linear_wgmma<{dtype}, {transposed}, {tile}, {stages}>"
@@ -263,6 +267,7 @@ def test_every_kernel_and_struct_is_compiled_above():
     kernels = re.findall(r"__global__ void .*?(\w+)\(const", sources)
     others = ["order_rows", "gather_rows", "linear_wgmma", "wgrad_wgmma"]
     others += ["low_rank_linear_wgmma", "low_rank_tiled_wgmma", "low_rank_tiled_dgrad", "packed_linear_wgmma"]
+    others += ["scaled_linear_wgmma", "scaled_wgrad_wgmma"]
     assert sorted(kernels) == sorted({*expressions, *gemms, *others})
     gemm_structs = {"GemmArguments", "TmaGemmArguments", "GatherArguments", "TmaLinearArguments", "TmaWgradArguments"}
     gemm_structs |= {
@@ -271,6 +276,8 @@ def test_every_kernel_and_struct_is_compiled_above():
         "LowRankGemmArguments",
         "LowRankLinearArguments",
         "PackedLinearArguments",
+        "ScaledLinearArguments",
+        "ScaledWgradArguments",
     }
     assert set(cuda_arguments.__all__) == {struct.__name__ for struct in OTHERS} | gemm_structs
 

@@ -27,6 +27,8 @@ __all__ = [
     "RouterArguments",
     "RouterLinearArguments",
     "RowStartsArguments",
+    "ScaledLinearArguments",
+    "ScaledWgradArguments",
     "SwigluArguments",
     "TmaGemmArguments",
     "TmaLinearArguments",
@@ -220,9 +222,9 @@ class RecipeArguments(ctypes.Structure):
     """In recipes.cu."""
 
     _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("values", "ends", "out", "scales", "amax", "code_ends")),
+        *((name, ctypes.c_void_p) for name in ("values", "ends", "out", "scales", "amax", "progress", "code_ends")),
         *((name, ctypes.c_int64) for name in ("rows", "code_rows")),
-        *((name, ctypes.c_int) for name in ("columns", "num_experts", "group_rows")),
+        *((name, ctypes.c_int) for name in ("columns", "num_experts", "group_rows", "lead")),
     )
 
 
@@ -246,6 +248,17 @@ class TmaWgradArguments(ctypes.Structure):
     )
 
 
+class ScaledWgradArguments(ctypes.Structure):
+    """In wgrad_wgmma.cu, aligned to the 64 bytes of its tensor maps."""
+
+    _fields_ = (
+        *((name, ctypes.c_byte * 128) for name in ("grad", "x")),
+        ("of", WgradArguments),
+        *((name, ctypes.c_void_p) for name in ("grad_scale", "x_scale")),
+        ("padding_", ctypes.c_byte * (-(ctypes.sizeof(WgradArguments) + 16) % 64)),
+    )
+
+
 class LinearArguments(ctypes.Structure):
     """In linear.cuh."""
 
@@ -264,6 +277,17 @@ class TmaLinearArguments(ctypes.Structure):
         *((name, ctypes.c_byte * 128) for name in ("weight", "x")),
         ("of", LinearArguments),
         ("padding_", ctypes.c_byte * (-ctypes.sizeof(LinearArguments) % 64)),
+    )
+
+
+class ScaledLinearArguments(ctypes.Structure):
+    """In linear_wgmma.cu, aligned to the 64 bytes of its tensor maps."""
+
+    _fields_ = (
+        *((name, ctypes.c_byte * 128) for name in ("weight", "x")),
+        ("of", LinearArguments),
+        *((name, ctypes.c_void_p) for name in ("row_scale", "column_scale")),
+        ("padding_", ctypes.c_byte * (-(ctypes.sizeof(LinearArguments) + 16) % 64)),
     )
 
 

@@ -1,5 +1,5 @@
 """Grouped GEMMs of 16-bit and float32 weights, or their transposes, by the kernels of src/linear_*.cu.
-Called by training.py, wgrad.py, low_rank.py, prefill.py and prepared.py beside it; calls chain.py.
+Called by training.py, recipes.py, wgrad.py, low_rank.py, prefill.py, prepared.py; calls chain.py and launch.py.
 
 Legend: M rows sorted by expert, E experts, N columns of the result, K what is summed over.
 """
@@ -12,16 +12,20 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from thunder_moe.kernels.arguments import DTYPE_CODES
+from thunder_moe.kernels.arguments import DTYPE_CODES, pointer
 from thunder_moe.kernels.cuda.arguments import (
     LinearArguments,
     LowRankLinearArguments,
     PackedLinearArguments,
+    ScaledLinearArguments,
     TmaLinearArguments,
 )
 from thunder_moe.kernels.cuda.chain import Address, Chain, ChainBuilder, TensorMap
 from thunder_moe.kernels.cuda.configs import COMMON
+from thunder_moe.kernels.cuda.launch import launch, tensor_map
+from thunder_moe.kernels.cuda.operands import target
 from thunder_moe.kernels.specs import DgradSpec, LinearSpec
 
 __all__ = [
@@ -37,6 +41,7 @@ __all__ = [
     "packed_is_faster",
     "prepare_linear",
     "reads_eight",
+    "scaled_linear",
     "serves_rank",
     "torch_is_faster",
 ]
@@ -56,10 +61,14 @@ ROWS = {"wgmma": tuple(STAGES), "mma": (32, 128), "any": (32, 64, 128)}  # of a 
 PACKED_STAGES = {64: 9, 192: 5}  # likewise of NVFP4 weights in tiles
 MAX_RANK = 64  # of the kernels of LoRA adapters
 _COLUMNS = 128  # kTileN
+_Map = ctypes.c_byte * 128
 # The least rows per expert for torch's grouped GEMM. Gradient of the rows, H200, us, torch's and "wgmma", equal shares,
 # shares of 1/i. Qwen3-30B-A3B (1536, 2048): 8 rows 284, 207; 293, 207. 64 rows 275, 227; 324, 254. 256 rows 343, 367;
 # 471, 451. Mixtral (28672, 4096): 128 rows 510, 490; 789, 634. 1024 rows 2635, 2759; 2977, 3102.
 _TORCHS_ROWS = 256
+# The least rows per expert for tiles of 256 E4M3 rows. H100, us with 64, 128 and 256: Qwen3-30B-A3B (1536, 2048): 64
+# rows per expert 162, 165, 164; 256 rows 284, 249, 234. DeepSeek-V3 (4096, 7168): 1024 rows 2460, 1843, 1646.
+_SCALED_ROWS = 256
 # The least rows per expert for dequantizing NVFP4 weights in tiles first. Gradient of the rows, H200, us, dequantized
 # and packed: Qwen3-30B-A3B's gate and up, 4 rows 461, 214; 32 rows 481, 217; 128 rows 570, 280; 256 rows 699, 567; 512
 # rows 978, 853; 1024 rows 1539, 1660.
@@ -150,6 +159,37 @@ def append_packed_linear(
         maps = of_x, TensorMap(adapter[1], experts * rank, k, 64), TensorMap(adapter[0], rows, rank, tile)
     fields = *maps, x, None, offsets, out, rows, 0, experts, k, n, False, False, *weight, rank
     chain.launch(PACKED, name, 512, shared, tiles, PackedLinearArguments, fields, spec.target.multiprocessors)
+
+
+def scaled_linear(
+    rows: Tensor, row_scale: Tensor, weight: Tensor, column_scale: Tensor, offsets: Tensor, out: Tensor,
+    zero_tail: bool, tile: int | None = None,
+) -> None:  # fmt: skip
+    """Multiply E4M3 rows of each expert by its weight and by both scales, summed in float32 (compute capability 9.0).
+
+    Args:
+        rows, row_scale: float8_e4m3fn (M, K) and float32 (M,); M positive.
+        weight, column_scale: float8_e4m3fn (E, N, K), N and K positive multiples of 16, and float32 (E, N).
+        offsets: int32 or int64 row ends (E,).
+        out: bfloat16 (M, N). All tensors are contiguous, codes and `out` aligned to 16 bytes.
+        zero_tail: True to write zeros past the last row end; else `out` keeps its values there.
+        tile: the rows of a tile, as of "wgmma".
+    """
+    (m, k), (experts, n) = rows.shape, column_scale.shape
+    tile = tile or (256 if m / experts >= _SCALED_ROWS else _tile("wgmma", m / experts, False))
+    where, stages = target(rows.device), STAGES[tile]
+    name, shared = f"scaled_linear_wgmma<{tile}, {stages}>", 1024 + stages * 128 * (128 + tile)
+    of_weight = _Map.from_buffer_copy(tensor_map(weight.data_ptr(), experts * n, k // 2, 64))
+    of_rows = _Map.from_buffer_copy(tensor_map(rows.data_ptr(), m, k // 2, tile))
+    live = min(m, experts)
+    tiles = (live + (m - live) // tile) * -(-n // _COLUMNS)  # the most that a routing can have
+    for first in range(0, experts, MAX_EXPERTS):
+        count = min(MAX_EXPERTS, experts - first)
+        zeros = zero_tail and first + count == experts
+        numbers = m, first, count, n, k // 2, offsets.dtype == torch.int64, zeros
+        operands = LinearArguments(*map(pointer, (rows, weight, offsets, out)), *numbers)
+        argument = ScaledLinearArguments(of_weight, of_rows, operands, pointer(row_scale), pointer(column_scale))
+        launch(WGMMA, name, 384, shared, tiles, argument, rows.device, where.multiprocessors)
 
 
 def _maps(spec: LinearSpec, weight: Address, x: Address, k: int, tile: int) -> tuple[TensorMap, TensorMap]:

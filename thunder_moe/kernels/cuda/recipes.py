@@ -1,8 +1,7 @@
-"""The 8-bit recipes on CUDA: kernels that round operands, and torch's grouped GEMM of E4M3 on compute capability 9.0.
-Called by training.py; calls launch.py for src/recipes.cu, backend.py, kernels.recipes and torch._scaled_grouped_mm.
+"""The 8-bit recipes on CUDA: kernels that round operands, and the products of E4M3 codes on compute capability 9.0.
+Called by training.py; calls launch.py for src/recipes.cu, linear.py, wgrad.py, backend.py and kernels.recipes.
 
-Nothing synchronizes with the host. Where torch's GEMM does not run, the kernels of 16 bits multiply the rounded
-numbers. Its argument use_fast_accum stays False: sums of 4096 positive products are off by 6.7 % with it (one H100).
+Nothing synchronizes with the host. Where no kernel multiplies codes, those of 16 bits multiply the rounded numbers.
 
 Legend: M rows sorted by expert, E experts, N out_features, K in_features, R rows and C columns of an operand.
 """
@@ -15,6 +14,8 @@ from torch import Tensor
 
 from thunder_moe.kernels.arguments import DTYPE_CODES, pointer
 from thunder_moe.kernels.cuda import backend
+from thunder_moe.kernels.cuda import linear as linears
+from thunder_moe.kernels.cuda import wgrad as wgrads
 from thunder_moe.kernels.cuda.arguments import RecipeArguments
 from thunder_moe.kernels.cuda.configs import COMMON
 from thunder_moe.kernels.cuda.launch import launch
@@ -28,6 +29,7 @@ SOURCES = (COMMON, COMMON.with_name("activation.cu"), COMMON.with_name("recipes.
 _THREADS = 256  # kRowThreads
 _TILE = 128  # kTile
 _MOST_BLOCKS = 2**16
+LEAD = 256  # tiles that are measured before a strip's first tile is rounded, more than the strip has: of 32 KiB, in L2
 
 
 class CudaProducts(QuantizedProducts):
@@ -51,9 +53,12 @@ class CudaProducts(QuantizedProducts):
             return super().wgrad(rows, grad, offsets, out, accumulate)
         a, of_rows, ends = quantize_column_codes(grad, offsets)
         b, of_columns, _ = quantize_column_codes(rows, offsets)
-        product: Tensor = torch._scaled_grouped_mm(
-            a, b.t(), of_rows.flatten(), of_columns.flatten(), offs=ends, out_dtype=rows.dtype
-        )
+        if out is not None and out.data_ptr() % 16 == 0:
+            wgrads.scaled_wgrad(b, of_columns, a, of_rows, ends, out, accumulate)
+            return out
+        shape = offsets.shape[0], grad.shape[1], rows.shape[1]
+        product = rows.new_empty(shape, dtype=rows.dtype if out is None else torch.float32)
+        wgrads.scaled_wgrad(b, of_columns, a, of_rows, ends, product, False)
         if out is None:
             return product
         return out.add_(product) if accumulate else out.copy_(product)
@@ -63,14 +68,13 @@ class CudaProducts(QuantizedProducts):
     ) -> Tensor:
         """Multiply codes (M, K) and (E, N, K) with their scales: -> bfloat16 (M, N), as `grouped_mm`."""
         (a, of_rows), (b, of_columns) = rows, weight
-        ends = backend.row_starts(offsets.to(torch.int32), a.shape[0])[1:]
-        product = torch._scaled_grouped_mm(a, b.mT, of_rows, of_columns, offs=ends, out_dtype=torch.bfloat16)
-        result: Tensor
-        if out is None:
-            result = self.kernels.zero_past_end(product, offsets)
-        else:
-            result = self.kernels.add_bias(product, offsets, out=out)
-        return result
+        direct = out is not None and out.data_ptr() % 16 == 0
+        product = out if out is not None and direct else of_rows.new_empty(a.shape[0], b.shape[1], dtype=torch.bfloat16)
+        linears.scaled_linear(a, of_rows, b, of_columns, offsets.contiguous(), product, zero_tail=not direct)
+        if out is not None and not direct:
+            self.kernels.add_bias(product, offsets, out=out)
+            return out
+        return product
 
     def _in_16_bits(self, rows: Tensor, n: int, k: int) -> bool:
         """True if products are of rounded numbers, in 16 bits or float32; warn if "fp8" could be faster otherwise."""
@@ -87,7 +91,7 @@ class CudaProducts(QuantizedProducts):
 
 
 def obstacle(rows: Tensor, n: int, k: int) -> str | None:
-    """Return why torch's grouped GEMM of E4M3 cannot multiply rows and a weight (E, n, k); None if it can."""
+    """Return why no kernel multiplies E4M3 codes of rows and a weight (E, n, k); None if one does."""
     capability = target(rows.device).capability
     if capability != (9, 0):
         return f"the compute capability is {capability}, not (9, 0)"
@@ -118,8 +122,8 @@ def quantize_codes(values: Tensor) -> tuple[Tensor, Tensor]:
 def quantize_column_codes(values: Tensor, offsets: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
     """Round (E, R, C) along R, by "fp8": -> float8_e4m3fn (E, C, R), transposed, scales (E, C).
 
-    With offsets it rounds (R, C) along each expert's rows: -> (C, at least R). There each expert has a multiple of 16
-    rows, at least 16, the last ones zeros; the third result has their ends, int32 (E,).
+    With offsets it rounds (R, C) along each expert's rows: -> (C, at least R). There each expert has a multiple of 32
+    rows, the last ones zeros; the third result has their ends, int32 (E,).
     """
     codes, scales, ends = _columns(values, "fp8", offsets, codes=True)
     assert scales is not None
@@ -133,10 +137,12 @@ def _rows(values: Tensor, recipe: str, codes: bool) -> Quantized:
     out = torch.empty_like(values, dtype=torch.float8_e4m3fn if codes else None)
     scales = None if mx else values.new_empty(values.shape[:-1], dtype=torch.float32)
     if out.numel():
-        rows, per_row = out.numel() // columns, 32 if mx or columns <= 1024 else 256 if columns <= 8192 else 512
+        rows, per_row = out.numel() // columns, 32 if mx or columns <= 2048 else 256 if columns <= 8192 else 512
         threads = max(per_row, _THREADS)
         blocks = min(-(-rows * per_row // threads), _MOST_BLOCKS)
-        argument = RecipeArguments(*map(pointer, (values, None, out, scales, None, None)), rows, 0, columns, 0, 0)
+        argument = RecipeArguments(
+            *map(pointer, (values, None, out, scales, None, None, None)), rows, 0, columns, 0, 0, 0
+        )
         name = f"quantize_rows<{DTYPE_CODES[values.dtype]}, {_bool(mx)}, {_bool(codes)}, {per_row}>"
         launch(SOURCES, name, threads, 0, blocks, argument, values.device)
     return out[..., :k], scales
@@ -147,26 +153,32 @@ def _columns(values: Tensor, recipe: str, offsets: Tensor | None, codes: bool) -
     values = _padded(values)
     rows, columns = values.shape[-2:]
     if offsets is None:
-        experts, ends, chunks = values.shape[0], None, values.shape[0] * -(-rows // _TILE)
+        experts, ends, tiles = values.shape[0], None, values.shape[0] * -(-rows // _TILE)
     else:
         experts = offsets.shape[0]
-        ends, chunks = backend.row_starts(offsets.to(torch.int32), rows)[1:], rows // _TILE + experts
+        ends, tiles = backend.row_starts(offsets.to(torch.int32), rows)[1:], rows // _TILE + experts
+    across = -(-columns // _TILE)
+    tiles *= across
     shape = values.shape
     if codes:
-        shape = torch.Size((experts, columns, rows) if ends is None else (columns, -(-rows // 16) * 16 + 16 * experts))
+        shape = torch.Size(
+            (experts, columns, rows) if ends is None else (columns, -(-rows // 32) * 32 + 32 * min(rows, experts))
+        )
     out = values.new_empty(shape, dtype=torch.float8_e4m3fn if codes else None)
-    amax = scales = None
+    amax = progress = scales = None
+    lead, blocks = 0, tiles
     code_ends = torch.empty(experts, dtype=torch.int32, device=values.device)
     if not mx:
-        amax = torch.zeros(experts, columns, dtype=torch.int32, device=values.device)
-        scales = torch.empty_like(amax, dtype=torch.float32)
-    if chunks and columns:  # scales of experts without rows are written, too
-        argument = RecipeArguments(
-            *map(pointer, (values, ends, out, scales, amax, code_ends)), rows, out.shape[-1], columns, experts, rows
-        )
-        kernels = () if mx else (f"column_amax<{dtype}>",)
-        for name in (*kernels, f"quantize_columns<{dtype}, {_bool(mx)}, {_bool(codes)}>"):
-            launch(SOURCES, name, _THREADS, 0, chunks * -(-columns // _TILE), argument, values.device)
+        sizes = experts * columns, 1 + experts * across
+        amax, progress = torch.zeros(sum(sizes), dtype=torch.int32, device=values.device).split(sizes)
+        scales = values.new_empty(experts, columns, dtype=torch.float32)
+        lead = min(-(-rows // _TILE) + LEAD, tiles)
+        blocks = lead + 2 * tiles
+    if tiles:  # scales of experts without rows are written, too
+        pointers = map(pointer, (values, ends, out, scales, amax, progress, code_ends))
+        argument = RecipeArguments(*pointers, rows, out.shape[-1], columns, experts, rows, lead)
+        name = f"quantize_columns<{dtype}, {_bool(mx)}, {_bool(codes)}>"
+        launch(SOURCES, name, _THREADS, 0, blocks, argument, values.device)
     return out if codes else out[..., :c], None if scales is None else scales[:, :c], code_ends
 
 

@@ -17,6 +17,14 @@ struct LowRankLinearArguments {
   int rank;  // a multiple of 8, at most 64
 };
 
+// Arguments with E4M3 operands: `weight` and `x` are in pairs of numbers, as is k.
+struct ScaledLinearArguments {
+  TensorMap weight, x;
+  LinearArguments of;
+  const float* row_scale;     // (M,)
+  const float* column_scale;  // (E, N)
+};
+
 #if defined(CUDA_EMULATOR) || defined(__CUDA_ARCH_FEAT_SM90_ALL)
 constexpr int kStageK = 64, kBox = 64 * 128;  // bytes of a box of a weight
 constexpr int kTileN = 128;
@@ -42,9 +50,15 @@ struct Number {
   static constexpr int value = VALUE;
 };
 
+// The scales of E4M3 operands: of all rows, and of an expert's columns.
+struct E4M3Scales {
+  const float* of_rows;
+  const float* of_columns;
+};
+
 // A warpgroup multiplies 64 columns of each of the block's tiles. rank: an adapter's, whose product is one more stage; 0 for none.
-// WHOLE: K is a multiple of 64; factor(expert): the sums in front of the adapter are multiplied by it.
-template <bool BF16, bool TRANSPOSED, bool WHOLE, int TOKENS, int STAGES, class Factor>
+// WHOLE: K is a multiple of 64; factor(expert): the sums in front of the adapter are multiplied by it; of E4M3 numbers E4M3Scales.
+template <bool BF16, bool TRANSPOSED, bool WHOLE, int TOKENS, int STAGES, bool E4M3 = false, class Factor>
 DEVICE void consume_linear(
     const LinearArguments& args, int rank, LinearTiles<TOKENS, kTileN>& tiles, int64_t count, uint8_t* stages, Mbarrier* full, Mbarrier* empty, int warpgroup,
     Factor factor) {
@@ -60,6 +74,11 @@ DEVICE void consume_linear(
       constexpr int C = decltype(number)::value;
       keep_apart<C>();
       const auto scale = factor(tile.expert);
+      [[maybe_unused]] SumScales<E4M3 ? C : 4> scales;
+      if constexpr (E4M3) {
+        const int column = tile.n + 64 * warpgroup;
+        scales.load(scale.of_columns + column, args.n - column, scale.of_rows + tile.row, tile.end - tile.row);
+      }
       float acc[C][4] = {};
       int before = -1;  // the stage whose products may still be under way
       const auto take_stage = [&](auto whole, int valid) {
@@ -68,6 +87,12 @@ DEVICE void consume_linear(
         mbarrier_wait(mbarrier_address(&full[stage]), parity);
         const MatrixDescriptor of_b = matrix_descriptor(reinterpret_cast<const uint4*>(b));
         const MatrixDescriptor of_a = TRANSPOSED ? row_descriptor(a) : matrix_descriptor(reinterpret_cast<const uint4*>(a));
+        if constexpr (E4M3) {
+          multiply_e4m3<true>(acc, of_a, of_b, 2 * kStageK);  // behind the last k there are zeros
+          release(stage);
+          if (++stage == STAGES) stage = 0, parity ^= 1;
+          return;
+        }
         const auto product = [&](int step) { wgmma_shared<BF16, TRANSPOSED, false>(acc, of_a + step * (TRANSPOSED ? 128 : 2), of_b + step * 2, true); };
         if constexpr (decltype(whole)::value != 0) {
           wgmma_fence();
@@ -101,6 +126,7 @@ DEVICE void consume_linear(
       wgmma_wait<0>();
       fence_sums(acc);
       release(before);
+      if constexpr (E4M3) scales.multiply(acc);
       store_rows<BF16>(args, acc, tile, tile.n + 64 * warpgroup);
       keep_apart<-C>();
     };
@@ -125,9 +151,9 @@ DEVICE void consume_linear(
   }
 }
 
-// LOW_RANK: the last stage is the adapter's.
-template <bool BF16, bool TRANSPOSED, int TOKENS, int STAGES, bool LOW_RANK, class Arguments>
-DEVICE void multiply_linear(const Arguments& all) {
+// LOW_RANK: the last stage is the adapter's. E4M3 and factor: as of consume_linear.
+template <bool BF16, bool TRANSPOSED, int TOKENS, int STAGES, bool LOW_RANK, bool E4M3, class Arguments, class Factor>
+DEVICE void multiply_linear(const Arguments& all, Factor factor) {
   constexpr int kStage = 2 * kBox + TOKENS * 128;  // [2] boxes of the weight, one of x
   const LinearArguments& args = all.of;
   DYNAMIC_SHARED(uint4, unaligned);  // [STAGES][kStage]
@@ -186,18 +212,26 @@ DEVICE void multiply_linear(const Arguments& all) {
   grow_registers<232>();
   int rank = 0;
   if constexpr (LOW_RANK) rank = all.rank;
-  consume_linear<BF16, TRANSPOSED, false, TOKENS, STAGES>(args, rank, tiles, count, stages, full, empty, warpgroup, [](int) { return '\0'; });
+  consume_linear<BF16, TRANSPOSED, false, TOKENS, STAGES, E4M3>(args, rank, tiles, count, stages, full, empty, warpgroup, factor);
 }
 
 template <bool BF16, bool TRANSPOSED, int TOKENS, int STAGES>
 __global__ void __launch_bounds__(384, 1) linear_wgmma(const __grid_constant__ TmaLinearArguments all) {
   await_previous_kernel();
-  multiply_linear<BF16, TRANSPOSED, TOKENS, STAGES, false>(all);
+  multiply_linear<BF16, TRANSPOSED, TOKENS, STAGES, false, false>(all, [](int) { return '\0'; });
 }
 
 template <bool BF16, bool TRANSPOSED, int TOKENS, int STAGES>
 __global__ void __launch_bounds__(384, 1) low_rank_linear_wgmma(const __grid_constant__ LowRankLinearArguments all) {
   await_previous_kernel();
-  multiply_linear<BF16, TRANSPOSED, TOKENS, STAGES, true>(all);
+  multiply_linear<BF16, TRANSPOSED, TOKENS, STAGES, true, false>(all, [](int) { return '\0'; });
+}
+
+// E4M3 operands, both with K in rows, and a bfloat16 result.
+template <int TOKENS, int STAGES>
+__global__ void __launch_bounds__(384, 1) scaled_linear_wgmma(const __grid_constant__ ScaledLinearArguments all) {
+  await_previous_kernel();
+  multiply_linear<true, false, TOKENS, STAGES, false, true>(
+      all, [&](int expert) { return E4M3Scales{all.row_scale, all.column_scale + static_cast<int64_t>(expert) * all.of.n}; });
 }
 #endif

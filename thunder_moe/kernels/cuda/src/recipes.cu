@@ -10,14 +10,15 @@ struct RecipeArguments {
   const int* ends;     // (E,) row ends, which never decrease and are at most R; null: each expert has group_rows
   void* out;           // numbers: (R, C). codes: quantize_rows (R, C), quantize_columns (E, C, group_rows), with ends (C, code_rows)
   float* scales;       // quantize_rows (R,), quantize_columns (E, C); null for MX
-  uint32_t* amax;      // (E, C): bits of the largest magnitudes, 0 to begin with
-  int* code_ends;      // (E,), result: row ends among the codes, where each expert has a multiple of 16 rows, at least 16
+  uint32_t* amax;      // quantize_columns (E, C): bits of the largest magnitudes, 0 to begin with
+  int* progress;       // quantize_columns: the number of blocks that have begun, and (E, tiles of C) measured tiles; 0 to begin with
+  int* code_ends;      // (E,), result: row ends among the codes, where each expert has a multiple of 32 rows
   int64_t rows, code_rows;
   int columns, num_experts, group_rows;
+  int lead;  // tiles that are measured before the first one is rounded, at least as many as an expert has below each other
 };
 
 constexpr int kTile = 128;  // rows and columns of a block of quantize_columns
-constexpr int kHeld = 4;    // loads of a thread of quantize_rows that stay in registers
 
 // The product rounded to float32, apart from an addition behind it.
 DEVICE float rounded_product(float a, float b) {
@@ -102,6 +103,7 @@ template <int DTYPE, bool MX, bool CODES, int PER_ROW>
 __global__ void __launch_bounds__(PER_ROW > kRowThreads ? PER_ROW : kRowThreads) quantize_rows(const RecipeArguments args) {
   await_previous_kernel();
   constexpr int kRows = PER_ROW > kRowThreads ? 1 : kRowThreads / PER_ROW, kStep = 8 * PER_ROW;
+  constexpr int kHeld = PER_ROW == 32 ? 8 : 4;  // loads of a thread that stay in registers
   __shared__ uint32_t of_warp[32];
   const int first = threadIdx.x % PER_ROW * 8;
   for (int64_t row = static_cast<int64_t>(blockIdx.x) * kRows + threadIdx.x / PER_ROW; row < args.rows; row += static_cast<int64_t>(gridDim.x) * kRows) {
@@ -161,16 +163,19 @@ __global__ void __launch_bounds__(PER_ROW > kRowThreads ? PER_ROW : kRowThreads)
 // A thread has 8 neighbouring rows and 8 neighbouring columns.
 
 struct Tile {
-  int expert, chunk, live;   // -1 for no expert; the number of the tile within the expert; its rows
-  int64_t begin, code_begin;  // the expert's first row, and its first among the codes
+  int expert, column, chunk, chunks, live;  // -1 for no expert; its place in the expert, which has `chunks` below each other; its rows
+  int64_t begin, code_begin;                // the expert's first row, and its first among the codes
 };
 
-DEVICE int code_rows_of(int rows) { return max((rows + 15) / 16 * 16, 16); }
+DEVICE int code_rows_of(int rows) { return (rows + 31) / 32 * 32; }
 
+// Tiles below each other follow each other.
 DEVICE Tile find_tile(const RecipeArguments& args, int number) {
+  const int across = (args.columns + kTile - 1) / kTile;
   if (args.ends == nullptr) {
-    const int each = (args.group_rows + kTile - 1) / kTile, expert = number / each, chunk = number % each;
-    return {expert, chunk, min(args.group_rows - chunk * kTile, kTile), static_cast<int64_t>(expert) * args.group_rows, 0};
+    const int chunks = (args.group_rows + kTile - 1) / kTile, expert = number / (chunks * across), chunk = number % chunks;
+    return {expert < args.num_experts ? expert : -1, number / chunks % across * kTile, chunk, chunks, min(args.group_rows - chunk * kTile, kTile),
+            static_cast<int64_t>(expert) * args.group_rows, 0};
   }
   __shared__ int warp_total[kRowThreads / 32];
   __shared__ Tile found;
@@ -181,10 +186,13 @@ DEVICE Tile find_tile(const RecipeArguments& args, int number) {
     const int expert = base + static_cast<int>(threadIdx.x);
     const bool exists = expert < args.num_experts;
     const int begin = exists && expert > 0 ? args.ends[expert - 1] : 0, rows = exists ? args.ends[expert] - begin : 0;
-    const int mine = exists ? max((rows + kTile - 1) / kTile, 1) : 0, codes = exists ? code_rows_of(rows) : 0;
+    const int chunks = exists ? max((rows + kTile - 1) / kTile, 1) : 0, codes = exists ? code_rows_of(rows) : 0, mine = chunks * across;
     const int through = scan_block<kRowThreads>(mine, warp_total, carry), codes_through = scan_block<kRowThreads>(codes, warp_total, code_carry);
-    const int chunk = number - (through - mine);
-    if (chunk >= 0 && chunk < mine) found = {expert, chunk, min(rows - chunk * kTile, kTile), begin, codes_through - codes};
+    const int inside = number - (through - mine);
+    if (inside >= 0 && inside < mine) {
+      const int chunk = inside % chunks;
+      found = {expert, inside / chunks * kTile, chunk, chunks, min(rows - chunk * kTile, kTile), begin, codes_through - codes};
+    }
   }
   __syncthreads();
   return found;
@@ -219,22 +227,17 @@ DEVICE void largest_of_columns(uint32_t (&largest)[8], const Eight<DTYPE> (&rows
   for (int j = 0; j < 8; ++j) largest[j] = max(largest[j], __shfl_xor_sync(0xffffffffu, largest[j], 16));
 }
 
+// The largest magnitudes in a tile go to args.amax.
 template <int DTYPE>
-__global__ void __launch_bounds__(kRowThreads) column_amax(const RecipeArguments args) {
-  await_previous_kernel();
+DEVICE void measure_tile(const RecipeArguments& args, const Tile& tile, const Eight<DTYPE> (&rows)[8]) {
   __shared__ uint32_t of_warp[kRowThreads / 32][kTile];
-  const int tiles = (args.columns + kTile - 1) / kTile, first = blockIdx.x % tiles * kTile, group = threadIdx.x % 16;
-  const Tile tile = find_tile(args, blockIdx.x / tiles);
-  if (tile.expert < 0) return;
-  Eight<DTYPE> rows[8];
   uint32_t largest[8];
-  load_rows<DTYPE>(rows, args, tile, first + group * 8);
   largest_of_columns<DTYPE>(largest, rows);
 #pragma unroll
   for (int j = 0; j < 8; ++j)
-    if (threadIdx.x % 32 < 16) of_warp[threadIdx.x / 32][group * 8 + j] = largest[j];
+    if (threadIdx.x % 32 < 16) of_warp[threadIdx.x / 32][threadIdx.x % 16 * 8 + j] = largest[j];
   __syncthreads();
-  const int column = first + static_cast<int>(threadIdx.x);
+  const int column = tile.column + static_cast<int>(threadIdx.x);
   if (threadIdx.x >= kTile || column >= args.columns) return;
   uint32_t all = 0;
 #pragma unroll
@@ -242,20 +245,45 @@ __global__ void __launch_bounds__(kRowThreads) column_amax(const RecipeArguments
   if (all != 0) atomicMax(args.amax + static_cast<int64_t>(tile.expert) * args.columns + column, all);
 }
 
+// Without MX a tile is read twice, by two blocks: one measures it, and `lead` tiles later one rounds it, while it still is in L2. A
+// block takes the next turn, so the blocks that it waits for have begun: first `lead` to measure, then to round and to measure.
 template <int DTYPE, bool MX, bool CODES>
 __global__ void __launch_bounds__(kRowThreads) quantize_columns(const RecipeArguments args) {
   await_previous_kernel();
-  const int tiles = (args.columns + kTile - 1) / kTile, first = blockIdx.x % tiles * kTile, thread = threadIdx.x, group = thread % 16;
-  const Tile tile = find_tile(args, blockIdx.x / tiles);
+  int number = blockIdx.x;
+  bool measures = false;
+  if constexpr (!MX) {
+    __shared__ int turn;
+    if (threadIdx.x == 0) turn = atomicAdd(args.progress, 1);
+    __syncthreads();
+    const int behind = turn - args.lead;
+    measures = behind < 0 || behind % 2 != 0;
+    number = behind < 0 ? turn : measures ? args.lead + behind / 2 : behind / 2;
+  }
+  const Tile tile = find_tile(args, number);
   if (tile.expert < 0) return;
-  const int column = first + group * 8;
+  const int thread = threadIdx.x, group = thread % 16, first = tile.column, column = first + group * 8;
   const int64_t of_expert = static_cast<int64_t>(tile.expert) * args.columns;
   Eight<DTYPE> rows[8];
-  uint32_t largest[8];
   load_rows<DTYPE>(rows, args, tile, column);
+  if constexpr (!MX) {
+    int* const measured = args.progress + 1 + tile.expert * ((args.columns + kTile - 1) / kTile) + first / kTile;
+    if (measures) {
+      measure_tile<DTYPE>(args, tile, rows);
+      __syncthreads();
+      if (thread == 0) __threadfence(), atomicAdd(measured, 1);
+      return;
+    }
+    if (thread == 0) {
+      while (load_word(reinterpret_cast<const uint32_t*>(measured)) < static_cast<uint32_t>(tile.chunks)) {}
+      __threadfence();
+    }
+    __syncthreads();
+  }
   Scaling by[8];
   if constexpr (MX) {  // two warps have the 32 rows of a block
     __shared__ uint32_t of_warp[kRowThreads / 32][kTile];
+    uint32_t largest[8];
     largest_of_columns<DTYPE>(largest, rows);
 #pragma unroll
     for (int j = 0; j < 8; ++j)
@@ -264,11 +292,16 @@ __global__ void __launch_bounds__(kRowThreads) quantize_columns(const RecipeArgu
 #pragma unroll
     for (int j = 0; j < 8; ++j) by[j] = mxfp8_scaling(max(largest[j], of_warp[thread / 32 ^ 1][group * 8 + j]));
   } else {
-#pragma unroll
-    for (int j = 0; j < 8; ++j) {
-      by[j] = fp8_scaling(column < args.columns ? args.amax[of_expert + column + j] : 0);
-      if (tile.chunk == 0 && thread < 16 && column < args.columns) args.scales[of_expert + column + j] = by[j].scale;
+    __shared__ float inverses[kTile];
+    if (thread < kTile) {
+      const bool exists = first + thread < args.columns;
+      const Scaling scaling = fp8_scaling(exists ? load_word(args.amax + of_expert + first + thread) : 0);
+      inverses[thread] = scaling.inverse;
+      if (tile.chunk == 0 && exists) args.scales[of_expert + first + thread] = scaling.scale;
     }
+    __syncthreads();
+#pragma unroll
+    for (int j = 0; j < 8; ++j) by[j].inverse = inverses[group * 8 + j];
   }
   if constexpr (!CODES) {
     if (column >= args.columns) return;
@@ -298,7 +331,7 @@ __global__ void __launch_bounds__(kRowThreads) quantize_columns(const RecipeArgu
 #pragma unroll
     for (int j = 0; j < 8; ++j) turned[group * 8 + j][thread / 16 ^ group] = make_uint2(words[j][0], words[j][1]);
     __syncthreads();
-    const int written = code_rows_of(tile.live);
+    const int written = args.ends == nullptr ? tile.live : code_rows_of(tile.live);
     const int64_t stride = args.ends == nullptr ? args.group_rows : args.code_rows;
     uint8_t* const out = static_cast<uint8_t*>(args.out) + (args.ends == nullptr ? of_expert * stride : tile.code_begin) + tile.chunk * kTile;
 #pragma unroll

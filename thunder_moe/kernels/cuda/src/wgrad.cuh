@@ -48,7 +48,7 @@ DEVICE int order_experts(const WgradArguments& args, ExpertOrder& order) {
 
 // A tile of an expert's result: the expert's rows, the first column of grad and of x.
 struct WgradTile {
-  int row, end, n, k;
+  int row, end, n, k, expert;
   int64_t out;  // where the expert's result begins
 };
 
@@ -64,14 +64,15 @@ DEVICE WgradTile wgrad_tile(const WgradArguments& args, const ExpertOrder& order
   const int place = index / tiles, rest = index - place * tiles, group = rest / (kGroup * tiles_n);
   const int inside = rest - group * kGroup * tiles_n, width = min(kGroup, tiles_k - group * kGroup), expert = order.expert[place];
   return {order.begin[expert], order.end[expert], inside / width * TILE_N, (group * kGroup + inside % width) * TILE_K,
-          static_cast<int64_t>(expert) * args.n * args.k};
+          args.first_expert + expert, static_cast<int64_t>(expert) * args.n * args.k};
 }
 
 // acc[i]: columns 8 i and 8 i + 1 of row n at element `first` of the result (of t = 0), and of row n + 8; k: the first column.
 // Neighbouring lanes exchange halves, so that each has four columns in a row: even ones of block i, odd ones of block i + 1.
-template <bool BF16, int C>
+// PAIRS: of blocks, whose loads are independent.
+template <bool BF16, int PAIRS = 4, int C>
 DEVICE void store_sums(const WgradArguments& args, const float (&acc)[C][4], int64_t first, int n, int k) {
-  constexpr int kPairs = C < 8 ? C / 2 : 4;  // whose loads are independent
+  constexpr int kPairs = C < 2 * PAIRS ? C / 2 : PAIRS;
   const int t = threadIdx.x % 4, odd = t % 2, at = odd ? 8 + 2 * (t - 1) : 2 * t;
 #pragma unroll
   for (int base = 0; base < C; base += 2 * kPairs) {
