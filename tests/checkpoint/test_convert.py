@@ -619,7 +619,7 @@ def test_what_cannot_be_converted(tmp_path):
 
 def test_command_line(tmp_path, capsys, monkeypatch):
     make_source(tmp_path / "source")
-    arguments = ["convert", str(tmp_path / "source"), str(tmp_path / "out"), "--scale-search", "mse"]
+    arguments = ["convert", str(tmp_path / "source"), str(tmp_path / "out")]
     assert main([*arguments, "--max-shard-size", "20KB"]) == 0
     table = capsys.readouterr().out.splitlines()
     assert table[0].split() == ["experts", "gate,", "up", "down", "MB"]
@@ -639,6 +639,15 @@ def test_command_line(tmp_path, capsys, monkeypatch):
     assert sys.stdout.buffer.getvalue().endswith(rb"gr\xf6\xdfer" + b"\n")
 
 
+@pytest.mark.parametrize(("option", "search"), [((), "mse"), (("mse",), "mse"), (("none",), None)])
+def test_the_command_line_searches_scales_by_default(tmp_path, option, search):
+    make_source(tmp_path / "source")
+    options = ["--quiet", *(("--scale-search", *option) if option else ())]
+    assert main(["convert", str(tmp_path / "source"), str(tmp_path / "out"), *options]) == 0
+    convert(tmp_path / "source", tmp_path / "again", scale_search=search)
+    assert files_of(tmp_path / "out") == files_of(tmp_path / "again")
+
+
 def test_output_that_nobody_can_read(tmp_path, capsys, monkeypatch):
     make_source(tmp_path / "source")
     with open("/dev/full", "w") as full:
@@ -653,7 +662,7 @@ def test_output_that_nobody_can_read(tmp_path, capsys, monkeypatch):
 def test_help():
     command = [sys.executable, "-m", "thunder_moe"]
     text = subprocess.run([*command, "convert", "--help"], check=True, capture_output=True, text=True).stdout
-    for option in ("--scale-search {mse}", "--device", "--max-shard-size", "--quiet", "source", "destination"):
+    for option in ("--scale-search {mse,none}", "--device", "--max-shard-size", "--quiet", "source", "destination"):
         assert option in text
     wrong = subprocess.run([*command, "convert", "a"], capture_output=True, text=True)
     assert wrong.returncode == 2
