@@ -191,7 +191,7 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument(
         "--calibrate",
         metavar="TEXT",
-        help="a text file (UTF-8): round so that the outputs on it change little (GPTQ, NVFP4 only). Loads the whole"
+        help="a text file (UTF-8): round so that the outputs on it change little (GPTQ). Loads the whole"
         " model with transformers, whose names the patterns take, and cannot be resumed",
     )
     command.add_argument("--tokens", type=int, default=65536, help="of TEXT, at most (default: %(default)s)")

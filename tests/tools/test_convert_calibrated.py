@@ -63,7 +63,7 @@ def test_dense_layers_are_those_of_convert(folder):
     [
         ("model", (), "error: destination: .* exists already"),
         ("new", ("--calibrate", "none.txt"), "error: --calibrate: no file 'none.txt', wanted a text file"),
-        ("new", ("--format", "mxfp8"), "error: format: got no module in 'nvfp4', which alone is calibrated"),
+        ("new", ("--format", "mxfp8", "--scale-search", "mse"), "error: scale_search: got 'mse', wanted None: MXFP8"),
         ("new", ("--max-shard-size", "much"), "error: max_shard_size: "),
     ],
 )
