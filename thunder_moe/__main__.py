@@ -8,6 +8,7 @@ import argparse
 import io
 import logging
 import os
+import shutil
 import sys
 from collections.abc import Callable, Sequence
 from math import isinf
@@ -19,6 +20,7 @@ from torch import nn
 
 from thunder_moe.checkpoint import LayerError, convert
 from thunder_moe.checkpoint.files import expand_user
+from thunder_moe.checkpoint.partial import partial_path
 from thunder_moe.checkpoint.writer import parse_size, require_absent
 from thunder_moe.dense_names import is_encoder, is_linear
 from thunder_moe.formats.block_format import NVFP4
@@ -64,7 +66,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
-        hint = "; run the same command to resume" if options.command == "convert" and not options.calibrate else ""
+        hint = "; run the same command to resume" if options.command == "convert" else ""
         print(f"interrupted{hint}", file=sys.stderr)
         return 130
     if not options.quiet:
@@ -93,9 +95,11 @@ def _convert_calibrated(options: argparse.Namespace) -> Any:
         ignore=options.ignore,
         linears=linears if options.linears else False,
         scale_search=_scale_search(options),
+        destination=destination,
         progress=not options.quiet,
     )
     save_checkpoint(model, destination, max_shard_size=size)
+    shutil.rmtree(partial_path(destination))
     return found
 
 
@@ -192,7 +196,7 @@ def _parser() -> argparse.ArgumentParser:
         "--calibrate",
         metavar="TEXT",
         help="a text file (UTF-8): round so that the outputs on it change little (GPTQ). Loads the whole"
-        " model with transformers, whose names the patterns take, and cannot be resumed",
+        " model with transformers, whose names the patterns take",
     )
     command.add_argument("--tokens", type=int, default=65536, help="of TEXT, at most (default: %(default)s)")
     command.add_argument("--context", type=int, default=512, help="tokens of TEXT in a row (default: %(default)s)")

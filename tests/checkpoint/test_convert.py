@@ -491,9 +491,7 @@ def test_resumes(tmp_path, monkeypatch, format):
     # A part that was written after the last note of progress, and one that was not finished.
     (tmp_path / "out.partial" / "part-00099.unfinished").write_text("half")
     other = "mxfp8" if format == "nvfp4" else "nvfp4"
-    with pytest.raises(
-        FileExistsError, match=r"out.partial is of another source, other options or another version; remove it"
-    ):
+    with pytest.raises(FileExistsError, match=r"out.partial was begun with another value of formats; remove it"):
         convert(tmp_path / "source", tmp_path / "out", format=other, max_shard_size="9KB")
     errors = convert(tmp_path / "source", tmp_path / "out", **options)
     total = 6 * 2 * EXPERTS
@@ -538,18 +536,16 @@ def test_another_job_is_not_resumed(tmp_path, monkeypatch):
         patch.setattr(QUANTIZE, lambda *args, **kwargs: (_ for _ in ()).throw(KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
             convert(tmp_path / "source", tmp_path / "out")
-    with pytest.raises(
-        FileExistsError, match=r"out.partial is of another source, other options or another version; remove it"
-    ):
-        convert(tmp_path / "source", tmp_path / "out", scale_search="mse")
+    with pytest.raises(FileExistsError, match="another value of max_shard_size, scale_search; remove it"):
+        convert(tmp_path / "source", tmp_path / "out", scale_search="mse", max_shard_size="9KB")
     with monkeypatch.context() as patch:
         patch.setattr("thunder_moe.__version__", "0.0.1")
-        with pytest.raises(FileExistsError, match="or another version"):
+        with pytest.raises(FileExistsError, match="another value of version"):
             convert(tmp_path / "source", tmp_path / "out")
     file = next((tmp_path / "source").glob("*.safetensors"))
     content = load_file(file)
     save_file({name: tensor.clone() * 2 for name, tensor in content.items()}, file)
-    with pytest.raises(FileExistsError, match="is of another source"):
+    with pytest.raises(FileExistsError, match="another value of source's files"):
         convert(tmp_path / "source", tmp_path / "out")
 
 

@@ -1,5 +1,5 @@
 """`calibrate_`: `quantize_` with codes that fit the rows which each weight multiplies, layer by layer (GPTQ).
-Called by users and the command line; calls choose and plan as quantize does, and the formats with Hessians.
+Called by users and the command line; calls choose and plan as quantize does, the formats with Hessians, kept_layers.
 
 per layer: batches through the model, up to this layer -> X^T X of each expert -> codes -> the layer swapped -> the next
 """
@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import astuple, dataclass, replace
+from dataclasses import asdict, astuple, dataclass, replace
 from functools import partial
 from itertools import chain, pairwise
+from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -28,6 +29,7 @@ from thunder_moe.formats.weight import PackedWeight
 from thunder_moe.progress import progress_bar
 from thunder_moe.quantization.choose import choose_modules
 from thunder_moe.quantization.families import Quantization, families_of
+from thunder_moe.quantization.kept_layers import keep_layers
 from thunder_moe.quantization.plan import Target, Targets, exclusive, swap
 from thunder_moe.selection import Format, Patterns, Selection
 
@@ -88,6 +90,7 @@ def calibrate_(
     linears: bool | Selection = False,
     scale_search: str | None = None,
     layout: str = "auto",
+    destination: str | Path | None = None,
     progress: bool = False,
 ) -> Calibration:
     """Quantizes a model as `quantize_` does, in place, with codes that keep the outputs on calibration rows (GPTQ).
@@ -108,6 +111,9 @@ def calibrate_(
         batches: what the model is called with, each a tensor (`model(batch)`, of token ids for a language model) or a
             mapping (`model(**batch)`), on the device that the model takes. 128 rows of 512 to 2048 tokens, without
             padding, are usual. The result depends on nothing else, so it is repeatable.
+        destination: where the model will be saved, or None. Each finished layer is kept in ``<destination>.partial``.
+            The same call on the same model resumes behind the layers that are complete there, after it was killed say.
+            Remove the directory when the model is saved.
         progress: show a bar of the layers.
 
     Returns:
@@ -117,7 +123,8 @@ def calibrate_(
         ValueError, TypeError: as `quantize_`. Also: no batches, tied weights, weights that
             processes share, a weight that no row of the first batch reaches, or that the model reads otherwise than by
             a matrix product with it. The model is unchanged then. If rows have NaN or Inf, the layers before are
-            quantized.
+            quantized. A file in ``<destination>.partial`` is damaged.
+        FileExistsError: the destination exists, or ``<destination>.partial`` is of other arguments (says which).
     """
     inputs = [*batches]
     kinds = sorted({type(batch).__name__ for batch in inputs})
@@ -138,14 +145,25 @@ def calibrate_(
             layer = re.sub(r"^((?:[^.]+\.)*?\d+)\..*$", r"\1", target.name)  # the name up to its first number
             layers[layer][module] = target
         del module
+        formats = {target.name: target.format for target in plan.chosen.values()}
         plan.chosen.clear()  # it would keep modules alive
-        try:
-            for layer in progress_bar([*layers], desc="calibrating", unit="layer", disable=not progress):
-                _calibrate_layer(model, layer, layers.pop(layer), inputs, run, partial(_pack, scale_search, found))
-        finally:  # after an interrupt, too, as in `quantize_`
-            for family in families_of(model):
-                family.finish(model)
-            run.memo.clear()
+        options = {"formats": formats, "scale_search": scale_search}
+        with keep_layers(destination, model, inputs, options) as kept:
+            try:
+                bar = progress_bar([*layers], desc="calibrating", unit="layer", disable=not progress)
+                for number, layer in enumerate(bar):
+                    if number < len(kept.layers):
+                        _restore_layer(model, layers.pop(layer), run, kept.read(number))
+                        found += [OutputError(**each) for each in kept.layers[number]]
+                    else:
+                        packed, begin = list[PackedWeight](), len(found)
+                        pack = partial(_pack, scale_search, found, packed if destination is not None else None)
+                        _calibrate_layer(model, layer, layers.pop(layer), inputs, run, pack)
+                        kept.add([asdict(each) for each in found[begin:]], packed)
+            finally:  # after an interrupt, too, as in `quantize_`
+                for family in families_of(model):
+                    family.finish(model)
+                run.memo.clear()
     return Calibration(tuple(found))
 
 
@@ -183,6 +201,12 @@ def _calibrate_layer(
     own_run = replace(run, packs=WeakKeyDictionary(packs))
     del weights, packs  # each module is freed once it is converted
     swap(model, targets, lambda module, family: family.convert(module, own_run.for_module(module)), "calibrating")
+
+
+def _restore_layer(model: nn.Module, targets: Targets, run: Quantization, kept: Iterator[PackedWeight]) -> None:
+    """Replaces the modules of a layer with the weights that an interrupted call has calibrated, in the same order."""
+    own_run = replace(run, pack=lambda weight: next(kept).to(weight.device), packs={})
+    swap(model, targets, lambda module, family: family.convert(module, own_run), "restoring")
 
 
 class _LayerDoneError(Exception):
@@ -297,13 +321,23 @@ def _activated(operator: Any, args: tuple[Any, ...], form: Any) -> tuple[Any, ..
 
 
 def _pack(
-    scale_search: str | None, found: list[OutputError], format: str, weights: list[_Weight], weight: Tensor
+    scale_search: str | None,
+    found: list[OutputError],
+    made: list[PackedWeight] | None,
+    format: str,
+    weights: list[_Weight],
+    weight: Tensor,
 ) -> PackedWeight:
-    """Return the calibrated weight of one of `weights`, or of linears stacked with the only one, and note its error."""
+    """Return the calibrated weight of one of `weights`, or of linears stacked with the only one.
+
+    Adds its error to `found`, and the weight to `made`.
+    """
     own = next((each for each in weights if each.view.data_ptr() == weight.data_ptr()), weights[0])
     assert len(weights) == 1 or own.view.data_ptr() == weight.data_ptr()
     quantize = partial(FORMATS[format].quantize, weight, scale_search=scale_search if format == NVFP4.name else None)
     packed: PackedWeight = quantize(hessian=own.filled_hessian())
     errors = (own.output_error(weight, each) for each in (quantize(), packed))
     found.append(OutputError(own.name, sum(own.rows), min(own.rows), *errors))
+    if made is not None:
+        made.append(packed)
     return packed
