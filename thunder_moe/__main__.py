@@ -46,32 +46,71 @@ def main(arguments: Sequence[str] | None = None) -> int:
             from thunder_moe.tools.sensitivity import command  # takes a second or more, which `convert` does not need
 
             said = command.run(options)
-        elif options.calibrate is not None:
-            said = f"{_convert_calibrated(options)}\nwrote {options.destination}"
         else:
-            errors = convert(
-                options.source,
-                options.destination,
-                filter=options.filter,
-                ignore=options.ignore,
-                linears=options.linears or None,
-                format=_format(options.format, options.formats),
-                scale_search=_scale_search(options),
-                device=options.device,
-                max_shard_size=options.max_shard_size,
-                progress=not options.quiet,
-            )
-            said = f"{summary(errors)}\nwrote {options.destination}"
+            windows = _report_windows(options)
+            said = f"{_convert(options)}\nwrote {options.destination}"
+            if windows is not None:
+                if not options.quiet:
+                    _print(said)
+                said = _report(options, windows)
     except (ValueError, OSError, ImportError, MemoryError, torch.OutOfMemoryError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
-        hint = "; run the same command to resume" if options.command == "convert" else ""
+        resumes = options.command == "convert" and not expand_user(options.destination, "destination").exists()
+        hint = "; run the same command to resume" if resumes else ""
         print(f"interrupted{hint}", file=sys.stderr)
         return 130
     if not options.quiet:
         _print(said)
     return 0
+
+
+def _convert(options: argparse.Namespace) -> Any:
+    """Writes the checkpoint; returns the table of errors."""
+    if options.calibrate is not None:
+        return _convert_calibrated(options)
+    errors = convert(
+        options.source,
+        options.destination,
+        filter=options.filter,
+        ignore=options.ignore,
+        linears=options.linears or None,
+        format=_format(options.format, options.formats),
+        scale_search=_scale_search(options),
+        device=options.device,
+        max_shard_size=options.max_shard_size,
+        progress=not options.quiet,
+    )
+    return summary(errors)
+
+
+def _report_windows(options: argparse.Namespace) -> torch.Tensor | None:
+    """Return the text of `--report`, if there is one: errors come before the work."""
+    if options.report is None:
+        return None
+    from thunder_moe.integrations.huggingface.text import token_windows
+
+    return token_windows(options.source, options.report, options.tokens, options.context, "--report")
+
+
+def _report(options: argparse.Namespace, windows: torch.Tensor) -> str:
+    """Compares the written model with its source, writes JSON and plot beside it; returns the table."""
+    from thunder_moe.integrations.huggingface.checkpoint import load_checkpoint
+    from thunder_moe.integrations.huggingface.text import load_model
+    from thunder_moe.tools.conversion import measure_conversion
+
+    destination = expand_user(options.destination, "destination")
+    reference = load_model(options.source, "auto", options.device)
+    converted = load_checkpoint(destination, device=options.device)
+    found = measure_conversion(reference, converted, windows, progress=not options.quiet)
+    files = [destination.with_name(f"{destination.name}.report.{kind}") for kind in ("json", "png")]
+    found.save(files[0], source=options.source, text=options.report)
+    try:
+        found.plot(files[1])
+    except ImportError:
+        return f"{found}\nwrote {files[0]}, and no plot: it needs matplotlib, pip install 'thunder_moe[bench]'"
+    return f"{found}\nwrote {files[0]} and {files[1]}"
 
 
 def _convert_calibrated(options: argparse.Namespace) -> Any:
@@ -197,6 +236,12 @@ def _parser() -> argparse.ArgumentParser:
         metavar="TEXT",
         help="a text file (UTF-8): round so that the outputs on it change little (GPTQ). Loads the whole"
         " model with transformers, whose names the patterns take",
+    )
+    command.add_argument(
+        "--report",
+        metavar="TEXT",
+        help="another text file (UTF-8): compare the result with the 16-bit SOURCE on it; writes"
+        " DESTINATION.report.json and DESTINATION.report.png. Loads both models with transformers",
     )
     command.add_argument("--tokens", type=int, default=65536, help="of TEXT, at most (default: %(default)s)")
     command.add_argument("--context", type=int, default=512, help="tokens of TEXT in a row (default: %(default)s)")
