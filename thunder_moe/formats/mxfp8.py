@@ -78,7 +78,9 @@ def _quantize_with_feedback(weight: Tensor, hessian: Tensor, scale_search: str |
     check_amax(amax, weight.dtype)
 
     def round_column(column: Tensor, scale: Tensor, _: Tensor) -> tuple[Tensor, Tensor]:
-        factor = powers_of_two(scale)  # of the block before its first column was rounded: later ones may exceed 448
+        # The scale fits the block before its first column was rounded: later columns may exceed 448 times it, and not
+        # every torch saturates.
+        factor = powers_of_two(scale)
         codes = _round(column.clamp(-_E4M3_MAX * factor, _E4M3_MAX * factor)[..., None], scale)[..., 0]
         return codes.view(torch.uint8), codes.float() * factor
 
