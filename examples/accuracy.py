@@ -55,7 +55,7 @@ class Size(NamedTuple):
     minutes: float
 
 
-LARGE = Size(512, 12, 64, 8, 256, 64, 512, 64, 1.5e-3, 400_000_000, 192, 6)  # 315 million parameters
+LARGE = Size(512, 12, 64, 8, 256, 64, 512, 64, 1.5e-3, 200_000_000, 192, 6)  # 315 million parameters
 SMALL = Size(64, 3, 8, 2, 64, 32, 128, 16, 5e-3, 20_000_000, 192, 2)  # 0.4 million
 
 
@@ -306,7 +306,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--device", type=torch.device, default="cpu", help="cpu, cuda or cuda:N (cpu)")
     parser.add_argument("--seed", type=int, default=0, help="of the weights")
     args = parser.parse_args(argv)
-    args.minutes = args.minutes or (SMALL if args.small else LARGE).minutes
+    if args.minutes is None:
+        args.minutes = (SMALL if args.small else LARGE).minutes
     for name, least in (("minutes", 1e-3), ("steps", 1), ("qat_steps", 0)):
         if (value := getattr(args, name)) is not None and not value >= least:
             parser.error(f"--{name.replace('_', '-')}: got {value}, wanted at least {least:g}")
@@ -349,6 +350,8 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     for name, way in ways_of(calibration.to(args.device).split(16), formats).items():
         models[name], start = copy.deepcopy(model), time.perf_counter()
         way(models[name])
+        if args.device.type == "cuda":
+            torch.cuda.synchronize()
         numbers["seconds"][name] = time.perf_counter() - start
         say(f"{name}: {numbers['seconds'][name]:.1f} s")
     sizes = {name: nbytes(each) for name, each in models.items()} | {"bf16": nbytes(model)}
@@ -360,9 +363,13 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
         numbers["total_seconds"] = time.perf_counter() - started
         path.write_text(json.dumps(numbers, indent=1) + "\n")
         print(table(base, found, sizes), flush=True)
+        try:
+            plot(found, path.with_suffix(".png"))
+        except ImportError as error:
+            say(f"no plot: {error}")
+        say(f"wrote {path}")
 
     report(measure_divergence(model, models, held_out, progress=True))
-    say(f"wrote {path}")
     steps = len(losses) // QAT_SHARE if args.qat_steps is None else args.qat_steps
     if steps:
         first = {"NVFP4": models["NVFP4"]}  # what differences are taken from
@@ -371,11 +378,6 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
         sizes |= {name: nbytes(each) for name, each in further.items()}
         numbers["qat_steps"] = steps
         report(measure_divergence(model, first | further, held_out, progress=True)[1:])
-    try:
-        plot(found, path.with_suffix(".png"))
-    except ImportError as error:
-        say(f"no plot: {error}")
-    say(f"wrote {path}")
     return numbers
 
 
