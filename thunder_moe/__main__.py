@@ -91,6 +91,8 @@ def _report_windows(options: argparse.Namespace) -> torch.Tensor | None:
         return None
     from thunder_moe.integrations.huggingface.text import token_windows
 
+    if options.calibrate is not None and Path(options.report).resolve() == Path(options.calibrate).resolve():
+        raise ValueError(f"--report: got {options.report!r} as for --calibrate, wanted a text that it has not seen")
     return token_windows(options.source, options.report, options.tokens, options.context, "--report")
 
 

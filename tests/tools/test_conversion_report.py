@@ -69,11 +69,17 @@ def test_errors_of_modules_and_of_the_model():
 def test_the_command(tmp_path, capsys, plain_logging, calibrated):
     pytest.importorskip("matplotlib")
     save_model_and_text(tmp_path)
-    text = str(tmp_path / "text.txt")
+    text, other = str(tmp_path / "held_out.txt"), str(tmp_path / "text.txt")
+    words = (tmp_path / "text.txt").read_text().split()
+    (tmp_path / "held_out.txt").write_text(" ".join(reversed(words)))
     command = ["convert", str(tmp_path / "model"), str(tmp_path / "out"), "--context", "16", "--tokens", "64"]
-    calibrate = ["--calibrate", text] if calibrated else []
+    calibrate = ["--calibrate", other] if calibrated else []
     assert main([*command, "--report", str(tmp_path / "none.txt"), *calibrate]) == 1
     assert "error: --report: no file" in capsys.readouterr().err
+    if calibrated:
+        assert main([*command, "--report", other, *calibrate]) == 1
+        assert "error: --report: got " in (said := capsys.readouterr().err)
+        assert "wanted a text that it has not seen" in said
     assert not (tmp_path / "out").exists()
     assert main([*command, "--report", text, "--linears", *calibrate]) == 0
     said = capsys.readouterr().out
@@ -84,7 +90,7 @@ def test_the_command(tmp_path, capsys, plain_logging, calibrated):
     assert {*MODULES} <= content["modules"].keys()
     assert (content["windows"], content["length"], content["text"]) == (4, 16, text)
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
-    windows = torch.tensor(tokenizer((tmp_path / "text.txt").read_text()).input_ids[:64]).view(4, 16)
+    windows = torch.tensor(tokenizer((tmp_path / "held_out.txt").read_text()).input_ids[:64]).view(4, 16)
     loaded = load_checkpoint(tmp_path / "out", device="cpu")
     (wanted,) = measure_divergence(tiny_model("qwen3_moe"), {"converted": loaded}, windows)
     assert content["divergence"]["kl"] == pytest.approx([*wanted.kl], rel=1e-3)
