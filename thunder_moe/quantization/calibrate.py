@@ -148,7 +148,7 @@ def calibrate_(
         formats = {target.name: target.format for target in plan.chosen.values()}
         plan.chosen.clear()  # it would keep modules alive
         options = {"formats": formats, "scale_search": scale_search}
-        with keep_layers(destination, model, inputs, options) as kept:
+        with keep_layers(destination, model, tree_leaves(inputs), options) as kept:
             try:
                 bar = progress_bar([*layers], desc="calibrating", unit="layer", disable=not progress)
                 for number, layer in enumerate(bar):

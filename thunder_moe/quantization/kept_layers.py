@@ -18,7 +18,6 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from thunder_moe.checkpoint.files import expand_user
 from thunder_moe.checkpoint.partial import PartialCheckpoint, open_partial
@@ -77,7 +76,7 @@ def keep_layers(
     Args:
         destination: where the model will be saved.
         model: before anything is changed; its tensors have to be the same to resume.
-        batches: likewise.
+        batches: their tensors and other values, likewise.
         options: name -> value in JSON, likewise.
 
     Raises:
@@ -88,7 +87,7 @@ def keep_layers(
     if destination is None:
         yield KeptLayers()
         return
-    job = {"model": _checksum([*model.parameters(), *model.buffers()]), "batches": _checksum(tree_leaves(batches))}
+    job = {"model": _checksum([*model.parameters(), *model.buffers()]), "batches": _checksum(batches)}
     path = expand_user(destination, "destination")
     with open_partial(path, job | options) as partial:
         yield KeptLayers(partial, [*partial.state["done"]])
