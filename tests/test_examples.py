@@ -413,6 +413,11 @@ def test_accuracy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytes
     assert all(math.isfinite(value) for each in found.values() for value in each["increase"])
     said = capsys.readouterr().out
     assert said.count("| NVFP4, mse, QAT by distillation |") == 1
+    assert said.count(" 10^-3 bits per byte against bf16, trained on") == 3
+    beside = {each["name"]: each["increase"][0] for each in numbers["beside_trained_on"]}
+    for name, increase in beside.items():
+        wanted = found[name]["increase"][0] - found["bf16, trained on"]["increase"][0]
+        assert increase == pytest.approx(wanted, abs=1e-6)
     with pytest.raises(SystemExit):
         example.main(["--steps", "0"])
     assert "--steps: got 0, wanted at least 1" in capsys.readouterr().err
