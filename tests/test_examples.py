@@ -405,3 +405,46 @@ def test_rollout_gap(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert "| nvfp4 |" in capsys.readouterr().out
     with pytest.raises(SystemExit):
         example.main([str(tmp_path / "model"), "--rounds", "0"])
+
+
+# examples/accuracy.py
+
+
+def test_accuracy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("transformers")
+    example = load_example("accuracy")
+    for number in range(64):
+        (tmp_path / f"{number}.py").write_text(f"x = {number:02}\n" * 40)
+    (tmp_path / "long.txt").write_text("x" * 600_000)
+    monkeypatch.setattr(sysconfig, "get_path", lambda name: str(tmp_path))
+    sizes = dict(hidden=32, layers=1, experts=4, head=16, intermediate=32, context=8, batch=1, windows=4)
+    monkeypatch.setattr(example, "SMALL", example.SMALL._replace(**sizes))
+    assert [len(text) for text in example.read_text(10**6)] == [60 * 280 + 59, 2 * 280 + 1, 2 * 280 + 1]
+    numbers = example.main(["--small", "--steps", "2", "--qat-steps", "1", "--output", str(tmp_path / "out")])
+    assert json.loads((tmp_path / "out" / "accuracy.json").read_text())["models"] == json.loads(
+        json.dumps(numbers["models"])
+    )
+    assert (tmp_path / "out" / "accuracy.png").stat().st_size > 1000
+    found = {each["name"]: each for each in numbers["models"]}
+    assert len(found) == 14
+    assert found["NVFP4"]["kl_change"] == (0, 0)
+    assert found["NVFP4 and dense layers, mse"]["nbytes"] < found["NVFP4"]["nbytes"] < found["MXFP8"]["nbytes"]
+    assert all(math.isfinite(value) for each in found.values() for value in each["increase"])
+    said = capsys.readouterr().out
+    assert said.count("| NVFP4, mse, QAT by distillation |") == 1
+    assert said.count(" 10^-3 bits per byte against bf16, trained on") == 3
+    beside = {each["name"]: each["increase"][0] for each in numbers["beside_trained_on"]}
+    for name, increase in beside.items():
+        wanted = found[name]["increase"][0] - found["bf16, trained on"]["increase"][0]
+        assert increase == pytest.approx(wanted, abs=1e-6)
+    with pytest.raises(SystemExit):
+        example.main(["--steps", "0"])
+    assert "--steps: got 0, wanted at least 1" in capsys.readouterr().err
+
+
+def test_four_over_six_of_the_example() -> None:
+    """Its error on normal weights is that of tests/formats/test_nvfp4.py."""
+    model = torch.nn.ParameterList([torch.randn(2, 64, 256, generator=torch.Generator().manual_seed(0))])
+    before = model[0].detach().clone()
+    load_example("accuracy").four_over_six_(model)
+    assert ((model[0].detach() - before).norm() / before.norm()).item() == pytest.approx(0.0873, rel=0.01)

@@ -43,7 +43,7 @@ UPWARDS = {
         "Llama4MoE.from_transformers is a public constructor; its code knows transformers' classes"
     ),
     ("thunder_moe.checkpoint.writer", "thunder_moe"): "__version__, a constant, for the producer in the files",
-    ("thunder_moe.checkpoint.convert", "thunder_moe"): "__version__, a constant, of what a conversion resumes",
+    ("thunder_moe.checkpoint.partial", "thunder_moe"): "__version__, a constant, of what a conversion resumes",
     ("thunder_moe.compilers.thunder.symbols", "thunder_moe"): "__version__, a constant, that of the executor",
     ("thunder_moe.integrations.vllm.graphs", "thunder_moe"): "__version__, a constant, for the key of compiled graphs",
 }

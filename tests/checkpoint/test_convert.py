@@ -491,9 +491,7 @@ def test_resumes(tmp_path, monkeypatch, format):
     # A part that was written after the last note of progress, and one that was not finished.
     (tmp_path / "out.partial" / "part-00099.unfinished").write_text("half")
     other = "mxfp8" if format == "nvfp4" else "nvfp4"
-    with pytest.raises(
-        FileExistsError, match=r"out.partial is of another source, other options or another version; remove it"
-    ):
+    with pytest.raises(FileExistsError, match=r"out.partial was begun with another value of formats; remove it"):
         convert(tmp_path / "source", tmp_path / "out", format=other, max_shard_size="9KB")
     errors = convert(tmp_path / "source", tmp_path / "out", **options)
     total = 6 * 2 * EXPERTS
@@ -538,18 +536,16 @@ def test_another_job_is_not_resumed(tmp_path, monkeypatch):
         patch.setattr(QUANTIZE, lambda *args, **kwargs: (_ for _ in ()).throw(KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
             convert(tmp_path / "source", tmp_path / "out")
-    with pytest.raises(
-        FileExistsError, match=r"out.partial is of another source, other options or another version; remove it"
-    ):
-        convert(tmp_path / "source", tmp_path / "out", scale_search="mse")
+    with pytest.raises(FileExistsError, match="another value of max_shard_size, scale_search; remove it"):
+        convert(tmp_path / "source", tmp_path / "out", scale_search="mse", max_shard_size="9KB")
     with monkeypatch.context() as patch:
         patch.setattr("thunder_moe.__version__", "0.0.1")
-        with pytest.raises(FileExistsError, match="or another version"):
+        with pytest.raises(FileExistsError, match="another value of version"):
             convert(tmp_path / "source", tmp_path / "out")
     file = next((tmp_path / "source").glob("*.safetensors"))
     content = load_file(file)
     save_file({name: tensor.clone() * 2 for name, tensor in content.items()}, file)
-    with pytest.raises(FileExistsError, match="is of another source"):
+    with pytest.raises(FileExistsError, match="another value of source's files"):
         convert(tmp_path / "source", tmp_path / "out")
 
 
@@ -619,7 +615,7 @@ def test_what_cannot_be_converted(tmp_path):
 
 def test_command_line(tmp_path, capsys, monkeypatch):
     make_source(tmp_path / "source")
-    arguments = ["convert", str(tmp_path / "source"), str(tmp_path / "out"), "--scale-search", "mse"]
+    arguments = ["convert", str(tmp_path / "source"), str(tmp_path / "out")]
     assert main([*arguments, "--max-shard-size", "20KB"]) == 0
     table = capsys.readouterr().out.splitlines()
     assert table[0].split() == ["experts", "gate,", "up", "down", "MB"]
@@ -639,6 +635,15 @@ def test_command_line(tmp_path, capsys, monkeypatch):
     assert sys.stdout.buffer.getvalue().endswith(rb"gr\xf6\xdfer" + b"\n")
 
 
+@pytest.mark.parametrize(("option", "search"), [((), "mse"), (("mse",), "mse"), (("none",), None)])
+def test_the_command_line_searches_scales_by_default(tmp_path, option, search):
+    make_source(tmp_path / "source")
+    options = ["--quiet", *(("--scale-search", *option) if option else ())]
+    assert main(["convert", str(tmp_path / "source"), str(tmp_path / "out"), *options]) == 0
+    convert(tmp_path / "source", tmp_path / "again", scale_search=search)
+    assert files_of(tmp_path / "out") == files_of(tmp_path / "again")
+
+
 def test_output_that_nobody_can_read(tmp_path, capsys, monkeypatch):
     make_source(tmp_path / "source")
     with open("/dev/full", "w") as full:
@@ -653,7 +658,7 @@ def test_output_that_nobody_can_read(tmp_path, capsys, monkeypatch):
 def test_help():
     command = [sys.executable, "-m", "thunder_moe"]
     text = subprocess.run([*command, "convert", "--help"], check=True, capture_output=True, text=True).stdout
-    for option in ("--scale-search {mse}", "--device", "--max-shard-size", "--quiet", "source", "destination"):
+    for option in ("--scale-search {mse,none}", "--device", "--max-shard-size", "--quiet", "source", "destination"):
         assert option in text
     wrong = subprocess.run([*command, "convert", "a"], capture_output=True, text=True)
     assert wrong.returncode == 2

@@ -27,6 +27,9 @@ PATH = "model.layers.0.mlp.experts"
 SHARD = "model-00001-of-00002.safetensors"
 
 
+LIKE_CONVERT = ("--quiet", "--scale-search", "none")  # the function's defaults
+
+
 def run(tmp_path, *options, before=("nothing",), file_limit=None):
     """(status, what it said) of the command line in a process of its own; -n: signal n ended it.
 
@@ -36,7 +39,7 @@ def run(tmp_path, *options, before=("nothing",), file_limit=None):
         before: name of a function of this module that is called first, and its arguments.
         file_limit: bytes that a file may have there.
     """
-    arguments = ["convert", str(tmp_path / "source"), str(tmp_path / "out"), "--quiet", *options]
+    arguments = ["convert", str(tmp_path / "source"), str(tmp_path / "out"), *LIKE_CONVERT, *options]
     # A fork of a server that has imported everything and run nothing: safetensors' threads do not survive a fork.
     process = FORKS.Process(target=_run, args=(arguments, before, file_limit, tmp_path / "stderr"))
     process.start()
@@ -88,7 +91,7 @@ def source(tmp_path):
 
 def command(tmp_path, capsys, *options):
     """(status, the one line that was said) of the command line in this process."""
-    status = main(["convert", str(tmp_path / "source"), str(tmp_path / "out"), "--quiet", *options])
+    status = main(["convert", str(tmp_path / "source"), str(tmp_path / "out"), *LIKE_CONVERT, *options])
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == (status != 0)
     return status, "".join(lines)

@@ -1,12 +1,13 @@
-"""GPTQ inside NVFP4, `nvfp4.quantize(weight, hessian=)`: its objective, its codes, and bad input.
+"""GPTQ inside NVFP4 and MXFP8, `quantize(weight, hessian=)`: its objective, its codes, and bad input.
 Called by pytest; judged by tests/oracle.py, by GPTQ as its paper has it, in float64, and by rounding to nearest.
 """
 
 import pytest
 import torch
-from oracle import decode_e2m1
+from oracle import decode_e2m1, dequantize_mxfp8
 from oracle import dequantize as oracle_dequantize
 
+from thunder_moe.formats import mxfp8
 from thunder_moe.formats.nvfp4 import quantize
 
 E, N, K = 3, 24, 64
@@ -28,7 +29,8 @@ def weights(dtype=torch.float32):
 
 def objective(weight, packed, hessian):
     """tr((W - Q) H (W - Q)^T) of each expert, in float64."""
-    error = weight.double() - oracle_dequantize(*packed.tensors()).double()
+    values = (dequantize_mxfp8 if packed.format.name == "mxfp8" else oracle_dequantize)(*packed.tensors())
+    error = weight.double() - values.double()
     return torch.einsum("enk,ekl,enl->e", error, hessian.double().expand(len(weight), K, K), error)
 
 
@@ -50,6 +52,36 @@ def test_the_objective_is_lower_than_without_a_hessian(kind, scale_search):
     if kind != "independent":
         searched = objective(weight, quantize(weight, scale_search="mse"), hessian)
         assert (objective(weight, packed, hessian) < searched).all()
+
+
+@pytest.mark.parametrize("kind", ["independent", "correlated", "few"])
+def test_mxfp8_has_less_error(kind):
+    weight, hessian = weights(), hessian_of(kind)
+    plain = objective(weight, mxfp8.quantize(weight), hessian)
+    packed = mxfp8.quantize(weight, hessian=hessian)
+    assert (
+        objective(weight, packed, hessian) < {"independent": 1.0, "correlated": 0.6, "few": 0.4}[kind] * plain
+    ).all()
+    alone = mxfp8.quantize(weight[1:2], hessian=hessian[1])
+    assert (alone.qdata.view(torch.uint8) == packed.qdata.view(torch.uint8)[1:2]).float().mean() > 0.98
+
+
+def test_mxfp8_does_not_overflow():
+    """The second column of a block, near 448 times its scale, gets four times the error of the first: 503."""
+    weight = torch.zeros(1, 1, 32)
+    weight[..., 0], weight[..., 1] = 430.0, 447.0  # 430 becomes 416
+    row = torch.zeros(1, 32)
+    row[:, 0], row[:, 1] = 4.0, 1.0
+    packed = mxfp8.quantize(weight, hessian=1000 * row.T @ row)
+    assert mxfp8.dequantize(packed, torch.float32)[0, 0, :2].tolist() == [416.0, 448.0]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_an_identity_gives_the_bits_of_rounding_in_mxfp8(dtype):
+    weight = weights(dtype)
+    weight[0, 3, 32:] = 0
+    for hessian in (torch.eye(K), torch.zeros(K, K)):
+        assert same_bits(mxfp8.quantize(weight, hessian=hessian), mxfp8.quantize(weight))
 
 
 @pytest.mark.parametrize("scale_search", [None, "mse"])
@@ -142,3 +174,7 @@ def test_other_bad_input():
         quantize(torch.zeros(1, 2, 17), hessian=torch.eye(17))
     with pytest.raises(ValueError, match="scale_search: got 'all'"):
         quantize(weights(), scale_search="all", hessian=torch.eye(K))
+    with pytest.raises(ValueError, match="scale_search: got 'mse', wanted None: MXFP8"):
+        mxfp8.quantize(weights(), scale_search="mse", hessian=torch.eye(K))
+    with pytest.raises(ValueError, match="hessian: got torch.float64"):
+        mxfp8.quantize(weights(), hessian=torch.eye(K, dtype=torch.float64))

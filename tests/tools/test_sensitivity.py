@@ -256,6 +256,8 @@ def test_convert_takes_the_formats(folder, tmp_path, capsys):
         main(["convert", str(folder / "model"), str(tmp_path / "other"), "--formats", str(tmp_path / "two.json")]) == 1
     )
     assert f"two.json' has none for '{NAMES[0]}'" in capsys.readouterr().err
+    file = write_formats(tmp_path / "no_nvfp4.json", _0=None, _1="mxfp8")  # no weight has scales to search
+    assert main(["convert", str(folder / "model"), str(tmp_path / "mxfp8"), "--formats", file, "--quiet"]) == 0
 
 
 def test_convert_takes_both_formats(folder, tmp_path):
@@ -272,7 +274,7 @@ def test_convert_takes_both_formats(folder, tmp_path):
         return "self_attn" in name
 
     model = AutoModelForCausalLM.from_pretrained(folder / "model")
-    wanted = quantize_(model, format=format_of, linears=linears).state_dict()
+    wanted = quantize_(model, format=format_of, linears=linears, scale_search="mse").state_dict()
     found = loaded.state_dict()
     assert found.keys() == wanted.keys()
     for name, tensor in wanted.items():

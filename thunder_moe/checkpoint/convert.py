@@ -188,13 +188,11 @@ def _units(
 def _job(
     checkpoint: Checkpoint, choice: Choice, units: list[str], scale_search: str | None, max_bytes: int
 ) -> dict[str, Any]:
-    """Return the description of a conversion, which has to be equal to resume it. Versions may quantize differently."""
-    from thunder_moe import __version__
-
+    """Return the description of a conversion, which has to be equal to resume it."""
     files = sorted({info.file for info in checkpoint.files.infos.values()})
     stats = {str(file.relative_to(checkpoint.path)): [file.stat().st_size, file.stat().st_mtime_ns] for file in files}
-    job: dict[str, Any] = {"source": str(checkpoint.path.resolve()), "files": stats, "version": __version__}
-    job |= {"scale_search": scale_search, "max_shard_bytes": max_bytes}
+    job: dict[str, Any] = {"source": str(checkpoint.path.resolve()), "source's files": stats}
+    job |= {"scale_search": scale_search, "max_shard_size": max_bytes}
     return job | {"units": units, "formats": dict(sorted(choice.formats.items()))}
 
 
@@ -207,7 +205,7 @@ def _convert_all(
 ) -> list[LayerError]:
     done: list[str] = unfinished.state["done"]
     errors = [LayerError(**error) for error in unfinished.state["errors"]]
-    max_bytes = unfinished.state["job"]["max_shard_bytes"]
+    max_bytes = unfinished.state["job"]["max_shard_size"]
     writer = ShardWriter(unfinished.checkpoint, max_bytes, unfinished.state["shards"])
 
     def save_progress() -> None:

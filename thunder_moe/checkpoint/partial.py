@@ -1,5 +1,5 @@
 """The working directory of a conversion beside its destination: locked, resumed, and renamed when it is complete.
-Called by convert; calls files, scratch and writer.
+Called by convert and quantization.kept_layers; calls files, scratch and writer.
 
 ``<destination>.partial`` holds progress.json and the directory "checkpoint", which becomes the destination. The next
 run detects damage by checksums (CRC-32) of progress.json's content and of each finished shard.
@@ -22,7 +22,7 @@ from thunder_moe.checkpoint.files import read_json
 from thunder_moe.checkpoint.writer import require_absent, shard_paths, write_json
 from thunder_moe.scratch import lock
 
-__all__ = ["PartialCheckpoint", "open_partial"]
+__all__ = ["PartialCheckpoint", "open_partial", "partial_path"]
 
 logger = logging.getLogger(__name__)
 
@@ -77,19 +77,26 @@ class PartialCheckpoint:
         self.remove()
 
 
+def partial_path(destination: Path) -> Path:
+    """Return the working directory of a conversion to a destination."""
+    return destination.with_name(f"{destination.name}.partial")
+
+
 @contextmanager
 def open_partial(destination: Path, job: dict[str, Any]) -> Iterator[PartialCheckpoint]:
     """Open the working directory, new or of an interrupted run; no other conversion can open it meanwhile.
 
     Args:
         destination: a path that does not exist.
-        job: description of the conversion, in JSON; an interrupted run resumes if its own is equal.
+        job: description of the conversion, in JSON; an interrupted run resumes if its own and the version are equal.
 
     Raises:
         FileExistsError: another conversion has the directory open, or it holds another job.
         ValueError: progress.json or a finished shard was damaged; names the file and what to do.
     """
-    directory = destination.with_name(f"{destination.name}.partial")
+    from thunder_moe import __version__  # versions may quantize differently
+
+    directory, job = partial_path(destination), job | {"version": __version__}
     with _locked(directory):
         require_absent(destination, "destination")
         progress = directory / PROGRESS_NAME
@@ -97,10 +104,10 @@ def open_partial(destination: Path, job: dict[str, Any]) -> Iterator[PartialChec
         state = _read_progress(progress) if progress.is_file() else new
         if state is new and any(entry.name != f"{PROGRESS_NAME}.unfinished" for entry in directory.iterdir()):
             raise FileExistsError(f"destination: {directory} exists and is of no conversion; remove it to start anew")
-        if state.get("job") != job:
+        begun = state.get("job", {})
+        if other := sorted(name for name in begun.keys() | job.keys() if begun.get(name) != job.get(name)):
             raise FileExistsError(
-                f"destination: {directory} is of another source, other options or another version; remove it to start"
-                " anew"
+                f"destination: {directory} was begun with another value of {', '.join(other)}; remove it to start anew"
             )
         partial = PartialCheckpoint(destination, directory, state)
         files = [partial.shard(number) for number in range(len(state["shards"]))]
@@ -111,7 +118,7 @@ def open_partial(destination: Path, job: dict[str, Any]) -> Iterator[PartialChec
             if _checksum(file) != shard["crc32"]:
                 raise _damaged(file, directory)
         if done := partial.state["done"]:
-            logger.info("%s: resuming after %d modules", directory, len(done))
+            logger.info("%s: resuming after %d modules or layers", directory, len(done))
         partial.save()
         partial.checkpoint.mkdir(exist_ok=True)
         # Files that an interrupted run left beside its shards: half-written ones, and copied companions.

@@ -1,5 +1,5 @@
 """GPTQ inside a block-scaled format: rounds weights column by column, and feeds each error back into later columns.
-Called by formats.nvfp4; calls plain torch and checks.
+Called by formats.nvfp4 and formats.mxfp8; calls plain torch and checks.
 
 H = X^T X -> damped -> factor U of its inverse -> per block of columns: earlier errors subtracted -> scales -> codes.
 The order of the columns is the weight's own, so that any reader of the format reads the result.
@@ -54,7 +54,7 @@ def quantize_with_feedback(
     Args:
         weight: (E, N, K), K a multiple of `block_size`.
         hessian: (E, K, K), as `check_hessian` returns it.
-        global_scale: float32 (E,).
+        global_scale: float32 (E,), passed on to the functions.
         block_size: columns that share a scale in a row.
         choose_scale: (block (E, N, block_size) float32, global_scale (E, 1)) -> scale (E, N).
         round_column: (column (E, N) float32, scale, global_scale) -> codes uint8 and their float32 values, both (E, N).

@@ -1,5 +1,5 @@
 """The MXFP8 number format: `quantize`, `dequantize`, 8-bit floats (E4M3) with a power-of-two scale per 32 along K.
-Called by kernels, ops, checkpoint and the registry; calls plain torch, weight, checks and what nvfp4 shares.
+Called by kernels, ops, checkpoint and the registry; calls plain torch, weight, checks, gptq and what nvfp4 shares.
 
 `weight` has the formula of a value. Legend: E experts, N output features, K input features of the GEMM.
 """
@@ -11,6 +11,7 @@ from torch import Tensor
 
 from thunder_moe.formats.block_format import MXFP8
 from thunder_moe.formats.checks import require_type
+from thunder_moe.formats.gptq import check_hessian, quantize_with_feedback
 from thunder_moe.formats.mxfp8_tiled_64x64 import SCALE_OFFSET
 from thunder_moe.formats.nvfp4 import check_finite, decode, expert_amax, require_dense, row_chunks
 from thunder_moe.formats.nvfp4 import check_quantizable as check_quantizable_in
@@ -35,13 +36,14 @@ BLOCK_SIZE = MXFP8.block_size
 E8M0_NAN = 255
 MAX_SCALE = E8M0_NAN - 1 - SCALE_OFFSET  # 2**39: the CUDA kernels decode what is larger to NaN
 # The largest E4M3 number is 448 = 1.75 * 2**8. Of a float32 the upper bits are its exponent, the lower 23 its mantissa.
+_E4M3_MAX = 448.0
 _E4M3_MAX_EXPONENT = 8
 _E4M3_MAX_MANTISSA = 0x600000
 _MANTISSA_BITS = 23
 _FLOAT16_INFINITE = 63488.0  # from here on the nearest E4M3 multiple is 65536
 
 
-def quantize(weight: Tensor, *, scale_search: str | None = None) -> MXFP8Weight:
+def quantize(weight: Tensor, *, scale_search: str | None = None, hessian: Tensor | None = None) -> MXFP8Weight:
     """Quantizes expert weights to MXFP8, a chunk at a time (little memory beyond the result).
 
     The ``scale`` of a block of 32 along K is the smallest power of two, at least 2**-127, that makes its largest
@@ -52,18 +54,41 @@ def quantize(weight: Tensor, *, scale_search: str | None = None) -> MXFP8Weight:
     Args:
         weight: (E, N, K), float32, bfloat16 or float16, any strides; K a multiple of 32.
         scale_search: None: MXFP8 has no other scales to try.
+        hessian: None, or X^T X of rows X, which rounds by GPTQ, as in `nvfp4.quantize`.
 
     Returns:
         MXFP8Weight in layout "linear". The relative Frobenius error on normally distributed weights is about 2.6%.
 
     Raises:
         ValueError: wrong rank, dtype or K, NaN or Inf in the weight, a float16 weight of 63488 or more, which would
-            round to infinity, or a scale_search.
+            round to infinity, or a scale_search. Or the hessian is an error of `nvfp4.quantize`.
+        TypeError: the weight or the hessian is not a tensor.
     """
     require_dense(weight)
+    if hessian is not None:
+        return _quantize_with_feedback(weight, hessian, scale_search)
     packed, amax = quantize_unchecked(weight, scale_search)
     check_amax(amax, weight.dtype)
     return packed
+
+
+def _quantize_with_feedback(weight: Tensor, hessian: Tensor, scale_search: str | None) -> MXFP8Weight:
+    check_quantizable(weight, scale_search)
+    hessian, amax = check_hessian(hessian, weight), expert_amax(weight.detach())
+    check_amax(amax, weight.dtype)
+
+    def round_column(column: Tensor, scale: Tensor, _: Tensor) -> tuple[Tensor, Tensor]:
+        # The scale fits the block before its first column was rounded: later columns may exceed 448 times it, and not
+        # every torch saturates.
+        factor = powers_of_two(scale)
+        codes = _round(column.clamp(-_E4M3_MAX * factor, _E4M3_MAX * factor)[..., None], scale)[..., 0]
+        return codes.view(torch.uint8), codes.float() * factor
+
+    with torch.autocast(weight.device.type, enabled=False):
+        codes, scale = quantize_with_feedback(
+            weight.detach(), hessian, amax, BLOCK_SIZE, lambda block, _: _block_scale(block), round_column
+        )
+    return MXFP8Weight(codes.contiguous().view(torch.float8_e4m3fn), scale.view(torch.float8_e8m0fnu))
 
 
 def quantize_unchecked(weight: Tensor, scale_search: str | None = None) -> tuple[MXFP8Weight, Tensor]:
@@ -133,14 +158,24 @@ def dequantize_expert(weight: MXFP8Weight, expert: int, out: Tensor) -> None:
 def quantize_rows(rows: Tensor) -> tuple[Tensor, Tensor]:
     """Quantize rows (R, K) to float8_e4m3fn (R, K) and uint8 E8M0 scales (R, K // 32), the exponent plus 127."""
     blocks = rows.float().unflatten(-1, (rows.shape[-1] // BLOCK_SIZE, BLOCK_SIZE))  # [R, K // 32, 32]
+    scale = _block_scale(blocks)
+    return _round(blocks, scale).flatten(-2), scale
+
+
+def _block_scale(blocks: Tensor) -> Tensor:
+    """Return the scales uint8 (..., K // 32) of blocks (..., K // 32, 32) float32."""
     bits = blocks.abs().amax(-1).view(torch.int32)
     above = (bits & (1 << _MANTISSA_BITS) - 1) > _E4M3_MAX_MANTISSA
-    scale = ((bits >> _MANTISSA_BITS) - _E4M3_MAX_EXPONENT + above).clamp_min_(0)
+    return ((bits >> _MANTISSA_BITS) - _E4M3_MAX_EXPONENT + above).clamp_min_(0).to(torch.uint8)
+
+
+def _round(blocks: Tensor, scale: Tensor) -> Tensor:
+    """Round blocks (..., K // 32, 32) by their scales to float8_e4m3fn."""
     # 2**(127 - scale), by its bits; 1 where the scale is the least. Exact: powers of two, and what leaves the normal
     # floats is 0 as E4M3.
+    scale = scale.int()
     inverse = torch.where(scale == 0, 127, 254 - scale).int() << _MANTISSA_BITS
-    codes = (blocks * inverse.view(torch.float32)[..., None]).to(torch.float8_e4m3fn)
-    return codes.flatten(-2), scale.to(torch.uint8)
+    return (blocks * inverse.view(torch.float32)[..., None]).to(torch.float8_e4m3fn)
 
 
 def powers_of_two(scale: Tensor) -> Tensor:

@@ -26,7 +26,7 @@ class NumberFormat:
 
     Attributes:
         name: of the format.
-        quantize: (E, N, K) of 16 or 32 bits -> the packed weight; also takes scale_search.
+        quantize: (E, N, K) of 16 or 32 bits -> the packed weight; also takes scale_search and hessian.
         quantize_unchecked: the same without the check for NaN and Inf, and the largest magnitude (E,) of each expert.
         check_quantizable: raises the ValueError of `quantize` for what can be seen without data.
         dequantize: the inverse; also takes the dtype of the result.

@@ -1,5 +1,5 @@
-"""`calibrate_`: `quantize_` with NVFP4 codes that fit the rows which each weight multiplies, layer by layer (GPTQ).
-Called by users and the command line; calls choose and plan as quantize does, and formats.nvfp4 with Hessians.
+"""`calibrate_`: `quantize_` with codes that fit the rows which each weight multiplies, layer by layer (GPTQ).
+Called by users and the command line; calls choose and plan as quantize does, the formats with Hessians, kept_layers.
 
 per layer: batches through the model, up to this layer -> X^T X of each expert -> codes -> the layer swapped -> the next
 """
@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import astuple, dataclass, replace
+from dataclasses import asdict, astuple, dataclass, replace
 from functools import partial
 from itertools import chain, pairwise
+from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -23,11 +24,12 @@ from torch.utils._pytree import tree_leaves
 
 from thunder_moe.formats.block_format import NVFP4
 from thunder_moe.formats.checks import require_module
-from thunder_moe.formats.nvfp4 import dequantize_expert, quantize
-from thunder_moe.formats.weight import NVFP4Weight
+from thunder_moe.formats.registry import FORMATS, dequantize_expert
+from thunder_moe.formats.weight import PackedWeight
 from thunder_moe.progress import progress_bar
 from thunder_moe.quantization.choose import choose_modules
 from thunder_moe.quantization.families import Quantization, families_of
+from thunder_moe.quantization.kept_layers import keep_layers
 from thunder_moe.quantization.plan import Target, Targets, exclusive, swap
 from thunder_moe.selection import Format, Patterns, Selection
 
@@ -64,7 +66,7 @@ class OutputError:
 
 @dataclass(frozen=True)
 class Calibration:
-    """Holds what `calibrate_` did, an `OutputError` for each NVFP4 weight. Prints as a table."""
+    """Holds what `calibrate_` did, an `OutputError` for each weight. Prints as a table."""
 
     weights: tuple[OutputError, ...]
 
@@ -88,6 +90,7 @@ def calibrate_(
     linears: bool | Selection = False,
     scale_search: str | None = None,
     layout: str = "auto",
+    destination: str | Path | None = None,
     progress: bool = False,
 ) -> Calibration:
     """Quantizes a model as `quantize_` does, in place, with codes that keep the outputs on calibration rows (GPTQ).
@@ -97,7 +100,7 @@ def calibrate_(
     then. Each weight is rounded by `nvfp4.quantize` with the Hessian of the rows that its experts get from the router.
     An expert with fewer rows n than in_features K is filled up with the mean of all experts' rows in this layer,
     ``H = X_own^T X_own + max(K - n, 0) * sum(X^T X) / sum(n)``, so an expert without rows has the layer's Hessian.
-    Weights in MXFP8 are rounded to nearest. `format`, `filter`, `ignore`, `linears`, `scale_search` and `layout` are
+    `format`, `filter`, `ignore`, `linears`, `scale_search` and `layout` are
     the options of `quantize_`.
 
     Cost: for L layers about L / 2 passes over the batches, and GPTQ. Memory beyond the model: 4 * E * K^2 bytes for
@@ -108,16 +111,20 @@ def calibrate_(
         batches: what the model is called with, each a tensor (`model(batch)`, of token ids for a language model) or a
             mapping (`model(**batch)`), on the device that the model takes. 128 rows of 512 to 2048 tokens, without
             padding, are usual. The result depends on nothing else, so it is repeatable.
+        destination: where the model will be saved, or None. Each finished layer is kept in ``<destination>.partial``.
+            The same call on the same model resumes behind the layers that are complete there, after it was killed say.
+            Remove the directory when the model is saved.
         progress: show a bar of the layers.
 
     Returns:
         The output error of each weight, rounded and calibrated.
 
     Raises:
-        ValueError, TypeError: as `quantize_`. Also: no batches, no weight in NVFP4, tied weights, weights that
+        ValueError, TypeError: as `quantize_`. Also: no batches, tied weights, weights that
             processes share, a weight that no row of the first batch reaches, or that the model reads otherwise than by
             a matrix product with it. The model is unchanged then. If rows have NaN or Inf, the layers before are
-            quantized.
+            quantized. A file in ``<destination>.partial`` is damaged.
+        FileExistsError: the destination exists, or ``<destination>.partial`` is of other arguments (says which).
     """
     inputs = [*batches]
     kinds = sorted({type(batch).__name__ for batch in inputs})
@@ -138,14 +145,25 @@ def calibrate_(
             layer = re.sub(r"^((?:[^.]+\.)*?\d+)\..*$", r"\1", target.name)  # the name up to its first number
             layers[layer][module] = target
         del module
+        formats = {target.name: target.format for target in plan.chosen.values()}
         plan.chosen.clear()  # it would keep modules alive
-        try:
-            for layer in progress_bar([*layers], desc="calibrating", unit="layer", disable=not progress):
-                _calibrate_layer(model, layer, layers.pop(layer), inputs, run, partial(_pack, scale_search, found))
-        finally:  # after an interrupt, too, as in `quantize_`
-            for family in families_of(model):
-                family.finish(model)
-            run.memo.clear()
+        options = {"formats": formats, "scale_search": scale_search}
+        with keep_layers(destination, model, tree_leaves(inputs), options) as kept:
+            try:
+                bar = progress_bar([*layers], desc="calibrating", unit="layer", disable=not progress)
+                for number, layer in enumerate(bar):
+                    if number < len(kept.layers):
+                        _restore_layer(model, layers.pop(layer), run, kept.read(number))
+                        found += [OutputError(**each) for each in kept.layers[number]]
+                    else:
+                        packed, begin = list[PackedWeight](), len(found)
+                        pack = partial(_pack, scale_search, found, packed if destination is not None else None)
+                        _calibrate_layer(model, layer, layers.pop(layer), inputs, run, pack)
+                        kept.add([asdict(each) for each in found[begin:]], packed)
+            finally:  # after an interrupt, too, as in `quantize_`
+                for family in families_of(model):
+                    family.finish(model)
+                run.memo.clear()
     return Calibration(tuple(found))
 
 
@@ -159,15 +177,13 @@ def _check(model: nn.Module, chosen: Targets, batch: Any) -> None:
             if hasattr(parameter, "device_mesh"):
                 raise ValueError(f"model: processes share the weights of {name!r}, wanted a model in one process")
     weights = [weight for module, target in chosen.items() for weight in _weights(module, target, False)]
-    if not weights:
-        raise ValueError("format: got no module in 'nvfp4', which alone is calibrated: use quantize_")
     _run(model, weights, [batch])
 
 
 def _weights(module: nn.Module, target: Target, hessians: bool) -> list[_Weight]:
-    """Return the weights of a module that are calibrated: those in NVFP4."""
+    """Return the weights of a module."""
     names = {parameter: name for name, parameter in module.named_parameters(prefix=target.name)}
-    pairs = target.family.weights(module) if target.format == NVFP4.name else ()
+    pairs = target.family.weights(module)
     return [_Weight(names[parameter], view.detach(), hessians) for parameter, view in pairs]
 
 
@@ -177,10 +193,16 @@ def _calibrate_layer(
     """Replaces the modules of a layer; `pack` is `_pack` for the weights of a module."""
     weights = {module: _weights(module, target, True) for module, target in targets.items()}
     _run(model, list(chain(*weights.values())), inputs, layer)
-    packs = {module: partial(pack, own) if own else run.for_module(module).pack for module, own in weights.items()}
+    packs = {module: partial(pack, targets[module].format, own) for module, own in weights.items()}
     own_run = replace(run, packs=WeakKeyDictionary(packs))
     del weights, packs  # each module is freed once it is converted
     swap(model, targets, lambda module, family: family.convert(module, own_run.for_module(module)), "calibrating")
+
+
+def _restore_layer(model: nn.Module, targets: Targets, run: Quantization, kept: Iterator[PackedWeight]) -> None:
+    """Replaces the modules of a layer with the weights that an interrupted call has calibrated, in the same order."""
+    own_run = replace(run, pack=lambda weight: next(kept).to(weight.device), packs={})
+    swap(model, targets, lambda module, family: family.convert(module, own_run), "restoring")
 
 
 class _LayerDoneError(Exception):
@@ -254,7 +276,7 @@ class _Weight:
         missing = (self.view.shape[2] - rows).clamp_min(0)
         return (missing[:, None, None] * (self.hessian.sum(0) / rows.sum())).add_(self.hessian)
 
-    def output_error(self, weight: Tensor, packed: NVFP4Weight) -> float:
+    def output_error(self, weight: Tensor, packed: PackedWeight) -> float:
         """Return the relative error of the rows' product with a packed weight (E, N, K)."""
         assert self.hessian is not None
         noise = signal = 0.0
@@ -294,11 +316,24 @@ def _activated(operator: Any, args: tuple[Any, ...], form: Any) -> tuple[Any, ..
     return torch.ops.thunder_moe.scaled_activation(y, *(scales or [None]), offsets, **form), weight, offsets
 
 
-def _pack(scale_search: str | None, found: list[OutputError], weights: list[_Weight], weight: Tensor) -> NVFP4Weight:
-    """Return the calibrated weight of one of `weights`, or of linears stacked with the only one, and note its error."""
+def _pack(
+    scale_search: str | None,
+    found: list[OutputError],
+    made: list[PackedWeight] | None,
+    format: str,
+    weights: list[_Weight],
+    weight: Tensor,
+) -> PackedWeight:
+    """Return the calibrated weight of one of `weights`, or of linears stacked with the only one.
+
+    Adds its error to `found`, and the weight to `made`.
+    """
     own = next((each for each in weights if each.view.data_ptr() == weight.data_ptr()), weights[0])
     assert len(weights) == 1 or own.view.data_ptr() == weight.data_ptr()
-    packed = quantize(weight, scale_search=scale_search, hessian=own.filled_hessian())
-    errors = (own.output_error(weight, each) for each in (quantize(weight, scale_search=scale_search), packed))
+    quantize = partial(FORMATS[format].quantize, weight, scale_search=scale_search if format == NVFP4.name else None)
+    packed: PackedWeight = quantize(hessian=own.filled_hessian())
+    errors = (own.output_error(weight, each) for each in (quantize(), packed))
     found.append(OutputError(own.name, sum(own.rows), min(own.rows), *errors))
+    if made is not None:
+        made.append(packed)
     return packed

@@ -1,2 +1,2 @@
-"""Measurements of what a number format costs a model: sensitivity.
+"""Measurements of what a number format costs a model: sensitivity, divergence, conversion.
 Called by users and the command line; calls quantization and integrations. Nothing is imported here."""
