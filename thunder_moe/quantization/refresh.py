@@ -152,9 +152,8 @@ def _refresh_unit(
     unit: nn.Module, name: str, weights: dict[str, Tensor], families: list[ExpertFamily], scale_search: str | None
 ) -> None:
     """Quantize the weights of a part of the model in a copy of it, then copy the result into the part."""
-    twin = deepcopy(unit)
     copy = nn.Module()  # a parent, for a part that is itself quantized
-    copy.add_module("unit", twin)
+    copy.add_module("unit", deepcopy(unit))
     formats: dict[str, str] = {}
     for where, module in copy.named_modules():
         if _is_quantized(module, families) and not any(_is_below(where, block) for block in formats):
@@ -165,7 +164,7 @@ def _refresh_unit(
         left = [where for where, part in copy.named_modules() if isinstance(part, PackedModule)]
         if left:
             raise ValueError(f"cannot replace {left}, which are customized")
-        twin.load_state_dict({key: _whole(tensor) for key, tensor in weights.items()})
+        copy.get_submodule("unit").load_state_dict({key: _whole(tensor) for key, tensor in weights.items()})
         quantize_(
             copy,
             lambda module, where: formats[where],
@@ -180,7 +179,7 @@ def _refresh_unit(
         new = modules.get(where)
         if isinstance(old, PackedModule) and isinstance(new, PackedModule) and new.layout != old.layout:
             new.set_weight(lay_out(new.packed_weight, old.layout))
-    fresh = dict(_tensors(twin))
+    fresh = dict(_tensors(copy.get_submodule("unit")))
     old_tensors = list(_tensors(unit))
     for key, tensor in old_tensors:
         if key not in fresh or fresh[key].shape != tensor.shape or fresh[key].dtype != tensor.dtype:
