@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from thunder_moe.integrations.huggingface.lora_files import load_lora_, save_lora
     from thunder_moe.integrations.huggingface.norms import fuse_norms_
     from thunder_moe.integrations.thunder_layers import from_thunder
+    from thunder_moe.kernels.batch_invariance import batch_invariant
     from thunder_moe.kernels.select import simulate_w4a4, use_backend
     from thunder_moe.nn import (
         GroupedLinear,
@@ -66,6 +67,7 @@ _HOMES = {
     "integrations.huggingface.norms": ("fuse_norms_",),
     "integrations.huggingface.quantizer": ("ThunderMoeConfig",),
     "integrations.thunder_layers": ("from_thunder",),
+    "kernels.batch_invariance": ("batch_invariant",),
     "kernels.select": ("simulate_w4a4", "use_backend"),
     "finetune.lora": ("add_lora_", "remove_lora_", "use_lora_"),
     "finetune.merge": ("merge_lora_", "unmerge_lora_"),
@@ -97,8 +99,8 @@ _HOME = {name: module for module, names in _HOMES.items() for name in names}
 __all__ = [
     "GroupedLinear", "GroupedMLP", "GroupedSwiGLU", "Llama4MoE", "Llama4MoEConfig", "MXFP8Weight", "NVFP4GroupedLinear",
     "NVFP4GroupedMLP", "NVFP4GroupedSwiGLU", "NVFP4Linear", "NVFP4Weight", "RewriteReport", "RewriteWarning",
-    "ScaledSReLU", "ScaledSwiGLU", "SwiGLU", "ThunderMoeConfig", "add_lora_", "calibrate_", "convert",
-    "decode_attention", "dequantize_",
+    "ScaledSReLU", "ScaledSwiGLU", "SwiGLU", "ThunderMoeConfig", "add_lora_", "batch_invariant", "calibrate_",
+    "convert", "decode_attention", "dequantize_",
     "f16a_mxfp8weight_grouped_mm_combine", "f16a_mxfp8weight_grouped_swiglu", "f16a_mxfp8weight_moe_experts",
     "f16a_mxfp8weight_scaled_grouped_mm", "f16a_mxfp8weight_scaled_mm", "f16a_nvfp4weight_grouped_mm_combine",
     "f16a_nvfp4weight_grouped_swiglu", "f16a_nvfp4weight_moe_experts", "f16a_nvfp4weight_scaled_grouped_mm",

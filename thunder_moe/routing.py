@@ -167,9 +167,10 @@ def linear_router(
     dtype: torch.dtype,
     *,
     choose: Callable[..., tuple[Tensor, Tensor, Tensor, Tensor, Tensor]] = router,
+    logits_of: Callable[..., Tensor] = router_logits,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Compute ops.router.moe_linear_router: the results of `router`, or of a kernel for it, and the logits."""
-    logits = router_logits(hidden, weight, linear_bias, logits_dtype)
+    logits = logits_of(hidden, weight, linear_bias, logits_dtype)
     return *choose(logits, bias, form, dtype), logits
 
 

@@ -1,5 +1,5 @@
 """A residual and an RMS norm in front of a dense layer or a router, in plain torch.
-Called by the backends (reference, cpu, cuda, w4a4) with their own dense layer or router; calls nothing.
+Called by the backends (reference, cpu, cuda, w4a4) with their own dense layer or router; calls batch_invariance.
 """
 
 from __future__ import annotations
@@ -8,7 +8,10 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+
+from thunder_moe.kernels.batch_invariance import by_rows, is_batch_invariant
 
 __all__ = ["add_norm_linear_router", "add_norm_mm"]
 
@@ -44,6 +47,11 @@ def add_norm_linear_router(
 def _add_norm(x: Tensor, residual: Tensor, weight: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
     """Return x + residual, and its RMS norm, which is rounded before the product with the weight, as Llama's is."""
     total = x + residual
-    wide = total.float()
-    factor = torch.rsqrt(wide.square().mean(-1, keepdim=True) + epsilon)
-    return total, (wide * factor).to(x.dtype) * weight
+    if is_batch_invariant() and not x.is_cpu:  # a block of threads per row; those of `mean` depend on the rows
+        return total, F.rms_norm(total, total.shape[-1:], eps=epsilon) * weight
+
+    def normalize(rows: Tensor) -> Tensor:
+        wide = rows.float()
+        return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + epsilon)).to(x.dtype)
+
+    return total, by_rows(normalize, total) * weight

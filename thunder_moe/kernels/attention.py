@@ -15,6 +15,8 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.nn.attention import SDPBackend
 
+from thunder_moe.kernels.batch_invariance import refuse
+
 __all__ = ["cudnn_groups_heads", "cudnn_groups_heads_of", "decode_attention"]
 
 
@@ -76,6 +78,7 @@ def decode_attention(
     scale: float,
 ) -> Tensor:
     """Attend with one new token per text, in plain torch; the operator `decode_attention` has the arguments."""
+    refuse("decode_attention in plain torch", "use the model's own attention")
     if query_norm is not None and key_norm is not None:
         query, key = _rms_norm(query, query_norm, epsilon), _rms_norm(key, key_norm, epsilon)
     if cos is not None and sin is not None:

@@ -11,18 +11,21 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 
-from thunder_moe.activations import SWIGLU, SwiGLUConfig, swiglu
+from thunder_moe import routing
+from thunder_moe.activations import SWIGLU, SwiGLUConfig, pre_activation
 from thunder_moe.formats.registry import FORMATS as NUMBER_FORMATS
 from thunder_moe.formats.registry import dequantize_expert
 from thunder_moe.formats.weight import PackedWeight
 from thunder_moe.kernels import add_norm
 from thunder_moe.kernels.attention import decode_attention
+from thunder_moe.kernels.batch_invariance import by_rows, is_batch_invariant, refuse_plain_torch
 from thunder_moe.kernels.experts import ExpertsCall, unfused
 from thunder_moe.kernels.slow_paths import to_linear
-from thunder_moe.routing import combine, gather_rows, linear_router, route, router, row_groups, scale_of_rows
+from thunder_moe.routing import RouterConfig, gather_rows, route, row_groups, scale_of_rows
 
 __all__ = [
     "add_norm_linear_router",
@@ -75,7 +78,9 @@ def grouped_swiglu(
 ) -> torch.Tensor:
     """Return (M, I) of rows (M, K), or of tokens (T, K) with row_slot (M,); weight (E, 2I, K) has gate rows first."""
     gate_up = grouped_mm(gather_rows(activation, row_slot), weight, offsets)
-    return swiglu(gate_up, offsets, form, scale_of_rows(slot_scale, row_slot), bias)
+    pre = pre_activation(gate_up, offsets, scale_of_rows(slot_scale, row_slot), bias)
+    activated: torch.Tensor = by_rows(lambda rows: form(*rows.chunk(2, -1)), pre)
+    return activated.to(gate_up.dtype)
 
 
 def grouped_mm_combine(
@@ -94,7 +99,7 @@ def mm(activation: torch.Tensor, weight: PackedWeight, bias: torch.Tensor | None
     """Multiply (M, K) by a weight (1, N, K), plus bias (N,): -> (M, N) in the activation's dtype."""
     (matrix,) = _experts(weight, activation.dtype, range(1))
     with torch.autocast(activation.device.type, enabled=False):
-        out = activation @ matrix.t()
+        out: torch.Tensor = by_rows(lambda rows: rows @ matrix.t(), activation)
     return out if bias is None else (out + bias).to(out.dtype)
 
 
@@ -116,13 +121,15 @@ def _per_expert(
 
     It computes in the dtype of the rows, also under autocast: a backend's result depends on its operands alone.
     """
+    if rows.device.type != "cpu":
+        refuse_plain_torch(rows)
     out = rows.new_zeros(rows.shape[0], columns)
     with torch.autocast(rows.device.type, enabled=False):
         if rows.device.type == "cpu":
             groups = row_groups(offsets, rows.shape[0])
             matrices = _experts(weight, rows.dtype, [expert for expert, _, _ in groups])
             for (_, begin, end), matrix in zip(groups, matrices, strict=True):
-                out[begin:end] = gemm(rows[begin:end], matrix)
+                out[begin:end] = by_rows(lambda some, matrix=matrix: gemm(some, matrix), rows[begin:end])
             return out
         row_expert = torch.searchsorted(
             offsets.contiguous(), torch.arange(rows.shape[0], device=rows.device, dtype=torch.int32), right=True
@@ -142,5 +149,34 @@ def _experts(weight: PackedWeight, dtype: torch.dtype, experts: list[int] | rang
         yield matrix
 
 
+def combine(
+    rows: torch.Tensor,
+    offsets: torch.Tensor,
+    slot_row: torch.Tensor,
+    slot_weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+) -> torch.Tensor:
+    """Sum each token's rows, (M, N) -> (T, N), as `routing.combine`."""
+    slots = (slot_row,) if slot_weight is None else (slot_row, slot_weight)
+    summed: torch.Tensor = by_rows(lambda row, weight=None: routing.combine(rows, offsets, row, weight, bias), *slots)
+    return summed
+
+
+def router(
+    logits: torch.Tensor, bias: torch.Tensor | None, form: RouterConfig, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Route (T, E), (E,) -> scores (T, A) in a dtype, int64 ids (T, A), row_slot, offsets, slot_row (`moe_router`)."""
+    if not is_batch_invariant():
+        return routing.router(logits, bias, form, dtype)
+    scores, ids = by_rows(lambda rows: routing.router(rows, bias, form, dtype)[:2], logits)
+    return scores, ids, *route(ids, logits.shape[1])
+
+
+def _router_logits(hidden: torch.Tensor, *linear: Any) -> torch.Tensor:
+    logits: torch.Tensor = by_rows(lambda rows: routing.router_logits(rows, *linear), hidden)
+    return logits
+
+
+linear_router = functools.partial(routing.linear_router, choose=router, logits_of=_router_logits)
 add_norm_mm = functools.partial(add_norm.add_norm_mm, mm=mm)
 add_norm_linear_router = functools.partial(add_norm.add_norm_linear_router, linear_router=linear_router)

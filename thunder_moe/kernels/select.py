@@ -24,10 +24,12 @@ from thunder_moe.formats.mxfp8 import E8M0_NAN
 from thunder_moe.formats.registry import find_format
 from thunder_moe.formats.weight import MXFP8Weight, NVFP4Weight, PackedWeight
 from thunder_moe.kernels import chains
+from thunder_moe.kernels.batch_invariance import is_batch_invariant, refuse
 
 __all__ = [
     "BACKENDS",
     "SIMULATIONS",
+    "chooses_freely",
     "chosen_backend",
     "fake_quantize",
     "has_chains",
@@ -77,6 +79,8 @@ def select(device: torch.device, *, backend: str | None = None, format: str = NV
             here (the message says why).
     """
     backend = backend or _CHOSEN.get()
+    if backend in SIMULATIONS:
+        refuse(f"backend {backend!r} has one scale for all rows", "leave it out")
     if backend is None or (format != NVFP4.name and backend in SIMULATIONS):
         return _best(_indexed(device), format)
     if backend not in _KNOWN:
@@ -111,6 +115,8 @@ def training_kernels(device: torch.device) -> ModuleType:
 
 def training_products(device: torch.device, recipe: str | None) -> Any:
     """Return `grouped_mm`, `dgrad` and `wgrad` for operands on a device, in 16 bits or by an 8-bit recipe."""
+    if recipe is not None:
+        refuse(f"recipe {recipe!r}", "train in 16 bits, recipe=None")
     kernels = training_kernels(device)
     return kernels if recipe is None else kernels.quantized_products(recipe)
 
@@ -266,6 +272,11 @@ def simulate_w4a4() -> contextlib.AbstractContextManager[None]:
 
 _CHOSEN: ContextVar[str | None] = ContextVar("thunder_moe_backend", default=None)
 chosen_backend = _CHOSEN.get  # the name that `use_backend` was given, else None
+
+
+def chooses_freely() -> bool:
+    """True outside of `use_backend` and of `batch_invariant`, whose choices prepared chains do not have."""
+    return _CHOSEN.get() is None and not is_batch_invariant()
 
 
 @functools.cache

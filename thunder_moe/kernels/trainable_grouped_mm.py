@@ -11,6 +11,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from thunder_moe.kernels.batch_invariance import refuse
+
 __all__ = ["dgrad", "forward", "wgrad"]
 
 
@@ -26,6 +28,7 @@ def _contiguous(tensor: Tensor) -> Tensor:
 
 def forward(a: Tensor, b: Tensor, offsets: Tensor, out_dtype: torch.dtype | None = None) -> Tensor:
     """Multiply (M, K) x (E, K, N) -> (M, N), contiguous."""
+    refuse("torch's grouped GEMM of 16-bit experts", "quantize them, or use GroupedMLP")
     # If N is not a multiple of 16 bytes, torch pads the rows of the result; graphs promise contiguous ones.
     return torch._grouped_mm(_readable(a), _readable(b), offs=offsets, out_dtype=out_dtype).contiguous()
 

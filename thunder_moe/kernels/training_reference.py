@@ -11,6 +11,7 @@ row ends.
 
 from __future__ import annotations
 
+import functools
 import sys
 
 import torch
@@ -18,9 +19,11 @@ from torch import Tensor
 
 from thunder_moe.activations import SwiGLUConfig
 from thunder_moe.formats.weight import NVFP4Weight
+from thunder_moe.kernels.batch_invariance import by_rows, is_batch_invariant
 from thunder_moe.kernels.recipes import QuantizedProducts, quantize, quantize_columns
+from thunder_moe.kernels.reference import combine
 from thunder_moe.kernels.select import select
-from thunder_moe.routing import combine, expert_of_row, gather_rows, live_rows, row_groups
+from thunder_moe.routing import expert_of_row, gather_rows, live_rows, row_groups
 
 __all__ = [
     "add_bias",
@@ -51,7 +54,11 @@ def grouped_mm(rows: Tensor, weight: Tensor, offsets: Tensor, out: Tensor | None
     result = rows.new_empty(m, n) if out is None else out
     groups = row_groups(offsets, m)
     for expert, begin, end in groups:
-        torch.mm(rows[begin:end], weight[expert].t(), out=result[begin:end])
+        matrix = weight[expert].t()
+        if is_batch_invariant():
+            result[begin:end] = by_rows(functools.partial(torch.mm, mat2=matrix), rows[begin:end])
+        else:
+            torch.mm(rows[begin:end], matrix, out=result[begin:end])
     if out is None:
         result[groups[-1][2] if groups else 0 :].zero_()
     return result
@@ -175,7 +182,7 @@ def scaled_swiglu(
             come first.
         offsets: row ends, past which the result is zero; None: all rows are live.
     """
-    out = form(*_gate_up(y, interleave))
+    out = by_rows(lambda rows: form(*_gate_up(rows, interleave)), y)
     return _scaled(out, scales, offsets, y.dtype)
 
 

@@ -19,7 +19,8 @@ from thunder_moe.formats.weight import PackedWeight
 from thunder_moe.kernels import add_norm, reference
 from thunder_moe.kernels.attention import decode_attention
 from thunder_moe.kernels.experts import ExpertsCall, unfused
-from thunder_moe.routing import combine, gather_rows, linear_router, live_rows, route, router, scale_of_rows
+from thunder_moe.kernels.reference import linear_router, router
+from thunder_moe.routing import combine, gather_rows, live_rows, route, scale_of_rows
 
 __all__ = [
     "add_norm_linear_router",

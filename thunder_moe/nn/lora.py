@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from thunder_moe.formats.registry import dequantize
 from thunder_moe.formats.weight import PackedWeight
+from thunder_moe.kernels.batch_invariance import refuse
 from thunder_moe.nn.grouped_linear import GroupedLinear, linear_operator
 from thunder_moe.nn.linear import NVFP4Linear, NVFP4LinearPart
 from thunder_moe.nn.quantized import NVFP4GroupedLinear
@@ -210,6 +211,8 @@ class LoRALinear(nn.Module):
             x: its input.
             offsets: the row ends of the experts; None for a dense linear.
         """
+        if offsets is None and self.lora_active and not torch.compiler.is_compiling():
+            refuse("LoRA adapters of a dense layer", "merge them: merge_lora_(model)")
         x, drops = x.to(y.dtype), self.lora_drops_out()
         for names in [(name,) for name in self.lora_active] if drops else [self.lora_active]:
             if (pair := self.lora_pair(y.dtype, names)) is None:

@@ -22,6 +22,7 @@ from thunder_moe.formats.block_format import NVFP4
 from thunder_moe.formats.checks import require
 from thunder_moe.formats.layouts import LINEAR
 from thunder_moe.formats.weight import WeightOperands
+from thunder_moe.kernels.batch_invariance import refuse
 from thunder_moe.ops import activation, combine, low_rank, route  # noqa: F401  (registers the operators)
 from thunder_moe.ops.experts import check_experts, check_order
 from thunder_moe.ops.grouped_mm import gemm_and_dgrad
@@ -226,6 +227,7 @@ def f16a_nvfp4weight_moe_experts_lora(
     Raises:
         ValueError: an operand has the wrong rank, shape, dtype or device, or one of a pair is missing.
     """
+    refuse("LoRA adapters of experts", "merge them: merge_lora_(model)")
     ops = torch.ops.thunder_moe
     if row_slot is None or offsets is None or slot_row is None:
         row_slot, offsets, slot_row = ops.moe_route(expert_ids, gate_up.codes.shape[0])

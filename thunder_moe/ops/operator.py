@@ -34,7 +34,7 @@ from thunder_moe.formats.block_format import BLOCK_FORMATS, NVFP4, BlockFormat
 from thunder_moe.formats.checks import require
 from thunder_moe.formats.weight import WeightOperands
 from thunder_moe.kernels import chains
-from thunder_moe.kernels.select import chosen_backend, has_chains, prepare
+from thunder_moe.kernels.select import chooses_freely, has_chains, prepare
 from thunder_moe.ops.checks import refuse_forward_ad, refuse_transformed_gradients, refuse_weight_gradients
 
 __all__ = [
@@ -294,7 +294,7 @@ class Operator:
 
     def _run_known(self, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
         """Run `_run`, on CUDA by the chain that an earlier call with arguments of this kind has prepared."""
-        if forward_ad._current_level >= 0 or chosen_backend() is not None:
+        if forward_ad._current_level >= 0 or not chooses_freely():
             return self._run(*args, **options)
         for chain in self._mru:
             result = chain(*args, **options)
@@ -424,7 +424,7 @@ def is_plain_eager(tensor: Tensor) -> bool:
         and _tracing() is None
         and forward_ad._current_level < 0
         and not _is_functional(tensor)
-        and chosen_backend() is None
+        and chooses_freely()
         and not _profiler_enabled()  # it lists the dispatcher's calls
     )
 

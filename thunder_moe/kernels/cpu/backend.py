@@ -24,13 +24,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from thunder_moe import routing
 from thunder_moe.activations import SWIGLU, SwiGLUConfig
 from thunder_moe.formats.block_format import MXFP8, NVFP4, BlockFormat
 from thunder_moe.formats.weight import PackedWeight
-from thunder_moe.kernels import add_norm, code_cache, host_code
+from thunder_moe.kernels import add_norm, code_cache, host_code, reference
 from thunder_moe.kernels.arguments import DTYPE_CODES, as_kernel_float, dtype_code, pointer
 from thunder_moe.kernels.attention import decode_attention
+from thunder_moe.kernels.batch_invariance import is_batch_invariant
 from thunder_moe.kernels.cpu.crossover import NEVER, ROWS, Limits, forced_limits, limits_for
 from thunder_moe.kernels.experts import ExpertsCall, unfused
 from thunder_moe.kernels.forks import ForkLock
@@ -90,6 +90,9 @@ def grouped_mm(activation: Tensor, weight: PackedWeight, offsets: Tensor) -> Ten
 
     Products are exact: a weight without its global scale is a bf16 number, the global scale multiplies the fp32 sum.
     Weights are decoded a slice at a time, of experts that have rows. The number of threads does not change the result.
+    In the batch-invariant mode other rows do not either: the slice kernel adds the products of a lane of a vector in
+    the order of k, within 4 KiB of a row, then the lanes, pairwise, then such parts of K in their order. How many rows
+    share a register tile changes none of these orders.
 
     Returns:
         (M, N) in activation's dtype; rows at or past offsets[-1] are zero.
@@ -287,7 +290,7 @@ def router(
     return results
 
 
-linear_router = functools.partial(routing.linear_router, choose=router)
+linear_router = functools.partial(reference.linear_router, choose=router)
 add_norm_linear_router = functools.partial(add_norm.add_norm_linear_router, linear_router=linear_router)
 add_norm_mm = functools.partial(add_norm.add_norm_mm, mm=mm)
 
@@ -341,7 +344,12 @@ _MEASURED, _EXPERTS = (256, 2048), 48
 
 
 def _limits(dtype: torch.dtype, format: BlockFormat = NVFP4) -> Limits:
-    """Return which kernel serves how many rows, among the kernels that this CPU, the dtype and torch's flags allow."""
+    """Return which kernel serves how many rows, among the kernels that this CPU, the dtype and torch's flags allow.
+
+    In the batch-invariant mode slices serve all rows.
+    """
+    if is_batch_invariant():
+        return Limits()
     onednn = torch._C._get_mkldnn_enabled()  # torch.backends.mkldnn.flags(enabled=False)
     limits = forced_limits()
     if limits is None:

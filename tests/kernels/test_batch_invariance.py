@@ -1,0 +1,154 @@
+"""The batch-invariant mode on a CPU: the compiled kernels and the reference give a row the same bits among any others.
+Called by pytest; the calls are those of tests/batch_invariant_cases.py.
+"""
+
+import threading
+
+import decode_attention_cases
+import pytest
+import torch
+from batch_invariant_cases import CASES, Rows, differing, operands
+
+from thunder_moe import (
+    GroupedLinear,
+    add_lora_,
+    batch_invariant,
+    decode_attention,
+    moe_experts,
+    quantize_,
+    simulate_w4a4,
+    use_backend,
+)
+from thunder_moe.kernels import reference, trainable_grouped_mm
+from thunder_moe.kernels.batch_invariance import make_batch_invariant
+from thunder_moe.ops import experts_lora  # noqa: F401  (registers its operators)
+from thunder_moe.ops.operator import operator_for
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+OPERATORS = [
+    (backend, format, dtype, case)
+    for backend in ("cpu", "reference")
+    for format in ("nvfp4", "mxfp8")
+    for dtype in DTYPES
+    for case in CASES
+]
+
+
+@pytest.fixture(scope="module")
+def pool():
+    """Return a function that makes `Rows`, once for each dtype and format."""
+    made = {}
+
+    def make(dtype, format):
+        if (dtype, format) not in made:
+            inner = 80 if format == "nvfp4" else 96  # no whole number of vectors, where the format allows it
+            made[dtype, format] = Rows(513, 1120, inner, dtype, format)  # K: more than a chunk of 4 KiB, and a rest
+        return made[dtype, format]
+
+    return make
+
+
+@pytest.mark.covering(2)
+@pytest.mark.parametrize(("backend", "format", "dtype", "case"), OPERATORS)
+@torch.no_grad()
+def test_rows_do_not_depend_on_others(pool, backend, format, dtype, case):
+    rows = pool(dtype, format)
+    with batch_invariant(), use_backend(backend):
+        assert differing(rows, case, (7, 64)) == []
+
+
+def test_the_mode_is_of_its_thread_or_of_the_process(pool):
+    rows, found = pool(torch.float32, "nvfp4"), {}
+
+    def run(name):
+        with torch.no_grad(), use_backend("reference"):
+            (found[name],) = rows.run("experts", torch.arange(513))
+
+    def in_a_thread(name):
+        thread = threading.Thread(target=run, args=(name,))
+        thread.start()
+        thread.join()
+
+    with batch_invariant():
+        run("inside")
+        in_a_thread("context")
+    make_batch_invariant()
+    try:
+        in_a_thread("process")
+    finally:
+        make_batch_invariant(False)
+    assert not torch.equal(found["context"], found["inside"])
+    assert torch.equal(found["process"], found["inside"])
+
+
+def test_the_forward_of_a_call_with_gradients(pool):
+    """The result has the bits that it has without gradients; the gradients are those outside."""
+    rows = pool(torch.float32, "nvfp4")
+    x = rows.x[:9].clone().requires_grad_()
+
+    def layer():
+        gate_up, down, _ = rows.packed.values()
+        return moe_experts(x, rows.ids[:9], rows.weights[:9], gate_up, down)
+
+    with batch_invariant():
+        out = layer()
+        with torch.no_grad():
+            assert torch.equal(out, layer())
+    (gradient,) = torch.autograd.grad(out.sum(), x)
+    (usual,) = torch.autograd.grad(layer().sum(), x)
+    torch.testing.assert_close(gradient, usual)
+
+
+def adapters_of_experts(rows):
+    gate_up, down, _ = rows.packed.values()
+    weights = *operands(gate_up), *operands(down)
+    operator_for("f16a_nvfp4weight_moe_experts_lora", gate_up.format)(rows.x, rows.ids, rows.weights, *weights)
+
+
+def adapters_of_a_dense_layer(rows):
+    model = torch.nn.Sequential(torch.nn.Linear(1120, 96))
+    quantize_(model, linears=lambda module, name: True)
+    add_lora_(model, rank=2, alpha=2, linears=True)
+    model(rows.x)
+
+
+def recipe(rows):
+    GroupedLinear(2, 1120, 32, recipe="mxfp8")(rows.x, torch.tensor([1, 513], dtype=torch.int32))
+
+
+def torchs_grouped_gemm(rows):
+    trainable_grouped_mm.forward(rows.x, rows.x.mT[None], torch.tensor([513], dtype=torch.int32))
+
+
+def rounded_activations(rows):
+    with simulate_w4a4():
+        rows.run("experts", torch.arange(3))
+
+
+def attention(rows):
+    call = decode_attention_cases.make("cpu", torch.float32, *decode_attention_cases.CASES["one head, no mask"][:5])
+    decode_attention(*call[:11], epsilon=1e-6, scale=1.0)
+
+
+def rows_without_a_kernel(rows):
+    """What float32 rows on CUDA run."""
+    weight, offsets = rows.packed["gate_up"].to("meta"), torch.empty(8, dtype=torch.int32, device="meta")
+    reference.grouped_mm(rows.x.to("meta"), weight, offsets)
+
+
+REFUSED = {
+    adapters_of_experts: r"LoRA adapters of experts.*merge_lora_\(model\)",
+    adapters_of_a_dense_layer: r"LoRA adapters of a dense layer.*merge_lora_\(model\)",
+    recipe: "recipe 'mxfp8'.*recipe=None",
+    torchs_grouped_gemm: "torch's grouped GEMM",
+    rounded_activations: "backend 'w4a4'",
+    rows_without_a_kernel: "torch.float32 rows on meta run in plain torch",
+    attention: "decode_attention in plain torch",
+}
+
+
+@pytest.mark.parametrize("call", REFUSED, ids=lambda call: call.__name__)
+def test_what_depends_on_other_rows_is_refused(pool, call):
+    rows = pool(torch.float32, "nvfp4")
+    with torch.no_grad(), batch_invariant(), pytest.raises(ValueError, match=f"batch_invariant: {REFUSED[call]}"):
+        call(rows)

@@ -1,0 +1,94 @@
+"""The batch-invariant mode: a row's bits depend on that row's operands alone. `batch_invariant` switches it on.
+Called by users, ops.operator, the backends and integrations, which ask `is_batch_invariant`; calls torch alone.
+
+Backends then choose kernels by the weight, never by the number of rows, and sum over K in one order: the docstring of
+`GemmConfig.parts_of_k` (kernels/cuda/configs.py) has the order on CUDA, `grouped_mm` of kernels/cpu/backend.py on a
+CPU. Plain torch, which chooses its kernels itself, multiplies one row at a time: `by_rows`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = ["batch_invariant", "by_rows", "is_batch_invariant", "make_batch_invariant", "refuse", "refuse_plain_torch"]
+
+_MODE: ContextVar[bool] = ContextVar("thunder_moe_batch_invariant", default=False)
+_process = False
+
+
+@contextlib.contextmanager
+def batch_invariant() -> Iterator[None]:
+    """Make operators inside give each row the same bits, whatever other rows there are.
+
+    A row's result then depends on its own operands alone: not on the number of rows, their order, the experts of other
+    rows, or the run. It covers the experts, grouped and dense layers of packed weights, routers with their linear
+    layer, and the forward of training blocks in 16 bits and float32; ``with batch_invariant(): model(tokens)``.
+    Operators read the mode when they run, also in graphs that were compiled outside. A CUDA graph keeps the mode of its
+    capture. Gradients and torch's own operations (dense 16-bit layers, attention, norms) are not covered.
+
+    Raises:
+        ValueError: by an operator inside that has no batch-invariant kernel.
+    """
+    token = _MODE.set(True)
+    try:
+        yield
+    finally:
+        _MODE.reset(token)
+
+
+def make_batch_invariant(on: bool = True) -> None:
+    """Switch the mode on, or off again, for all threads of this process."""
+    global _process
+    _process = on
+
+
+def is_batch_invariant() -> bool:
+    """True inside of `batch_invariant`, and after `make_batch_invariant`."""
+    return _process or _MODE.get()
+
+
+def refuse(what: str, remedy: str) -> None:
+    """Raise an error for work without a batch-invariant kernel, if the mode is on.
+
+    Raises:
+        ValueError: the mode is on.
+    """
+    if is_batch_invariant():
+        raise ValueError(f"batch_invariant: {what}: a row's bits would depend on other rows; {remedy}")
+
+
+def refuse_plain_torch(rows: Tensor) -> None:
+    """Raise an error for rows that no kernel of their device serves, if the mode is on: torch chooses by their number.
+
+    Raises:
+        ValueError: the mode is on.
+    """
+    what = f"{rows.dtype} rows on {rows.device} run in plain torch"
+    refuse(what, "use bfloat16 or float16, and sizes that a CUDA kernel serves")
+
+
+def by_rows(function: Callable[..., Any], *rows: Tensor) -> Any:
+    """Return a function's result, or tuple of results, for rows (M, ...): in the batch-invariant mode one at a time.
+
+    Each row is copied first, since torch's kernels may depend on the alignment. Functions that are no product need it,
+    too: torch computes an exponential in another way at the end of a tensor, where no whole vector is left.
+
+    Raises:
+        ValueError: the mode is on, and the rows are not on a CPU.
+    """
+    first = rows[0]
+    if not is_batch_invariant() or first.shape[0] == 0:
+        return function(*rows)
+    if first.device.type != "cpu":
+        refuse_plain_torch(first)
+    by_row = zip(*(each.split(1) for each in rows), strict=True)
+    results = [function(*(part.clone() for part in parts)) for parts in by_row]
+    if isinstance(results[0], Tensor):
+        return torch.cat(results)
+    return tuple(map(torch.cat, zip(*results, strict=True)))
