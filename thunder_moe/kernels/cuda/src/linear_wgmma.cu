@@ -74,11 +74,6 @@ DEVICE void consume_linear(
       constexpr int C = decltype(number)::value;
       keep_apart<C>();
       const auto scale = factor(tile.expert);
-      [[maybe_unused]] SumScales<E4M3 ? C : 4> scales;
-      if constexpr (E4M3) {
-        const int column = tile.n + 64 * warpgroup;
-        scales.load(scale.of_columns + column, args.n - column, scale.of_rows + tile.row, tile.end - tile.row);
-      }
       float acc[C][4] = {};
       int before = -1;  // the stage whose products may still be under way
       const auto take_stage = [&](auto whole, int valid) {
@@ -88,7 +83,7 @@ DEVICE void consume_linear(
         const MatrixDescriptor of_b = matrix_descriptor(reinterpret_cast<const uint4*>(b));
         const MatrixDescriptor of_a = TRANSPOSED ? row_descriptor(a) : matrix_descriptor(reinterpret_cast<const uint4*>(a));
         if constexpr (E4M3) {
-          multiply_e4m3<true>(acc, of_a, of_b, 2 * kStageK);  // behind the last k there are zeros
+          multiply_e4m3(acc, of_a, of_b, 2 * kStageK);  // behind the last k there are zeros
           release(stage);
           if (++stage == STAGES) stage = 0, parity ^= 1;
           return;
@@ -126,7 +121,10 @@ DEVICE void consume_linear(
       wgmma_wait<0>();
       fence_sums(acc);
       release(before);
-      if constexpr (E4M3) scales.multiply(acc);
+      if constexpr (E4M3) {
+        const int column = tile.n + 64 * warpgroup;
+        scale_sums(acc, scale.of_columns + column, args.n - column, scale.of_rows + tile.row, tile.end - tile.row);
+      }
       store_rows<BF16>(args, acc, tile, tile.n + 64 * warpgroup);
       keep_apart<-C>();
     };

@@ -61,16 +61,16 @@ DEVICE void fence_sums(float (&acc)[C][4]) {
 #endif
 }
 
-// acc += 64 by 128 E4M3 numbers of `a` times those by 8 C of `b`, or without WHOLE by the first `valid`, a multiple of 32; waits for the
-// products. The tensor cores keep some 14 bits of sums: these are added up in float32. (4096 positive products: 6.7 % off.)
-template <bool WHOLE, int C>
+// acc += 64 by `valid` E4M3 numbers of `a` times those by 8 C of `b`, of boxes of 128; waits for the products. Others than 128 are a
+// multiple of 32. The tensor cores keep some 14 bits of sums: these are added up in float32. (4096 positive products: 6.7 % off.)
+template <int C>
 DEVICE void multiply_e4m3(float (&acc)[C][4], MatrixDescriptor a, MatrixDescriptor b, int valid) {
   constexpr int kPart = C > 24 ? C / 2 : C;  // more do not fit the registers beside acc
 #pragma unroll
   for (int first = 0; first < C; first += kPart) {
     float sums[kPart][4];
     wgmma_fence();
-    if constexpr (WHOLE) {
+    if (valid >= 128) {
 #pragma unroll
       for (int step = 0; step < 4; ++step) wgmma_e4m3(sums, a + 2 * step, b + first * 64 + 2 * step, step > 0);
     } else {
@@ -82,29 +82,21 @@ DEVICE void multiply_e4m3(float (&acc)[C][4], MatrixDescriptor a, MatrixDescript
     fence_sums(sums);
 #pragma unroll
     for (int i = 0; i < 4 * kPart; ++i) acc[first + i / 4][i % 4] += sums[i / 4][i % 4];
-    fence_sums(acc);  // else the additions move behind the next products, with copies of the sums in memory (540 bytes per thread)
   }
 }
 
-// A thread's part of the scales of a warpgroup's sums: of rows g and g + 8 of the warp's 16, of columns 32 i + lane. Loaded in front of
-// the products, which take longer.
+// Multiplies a warpgroup's sums by the scales of their rows and columns: the first of 64 rows and of 8 C columns, and how many exist.
 template <int C>
-struct SumScales {
-  float rows[2], columns[C / 4];
-  // The scales from the first of 64 rows and of 8 C columns on, and how many exist.
-  METHOD void load(const float* of_rows, int row_count, const float* of_columns, int column_count) {
-    const int lane = threadIdx.x % 32, row = static_cast<int>(threadIdx.x) % 128 / 32 * 16 + lane / 4;
+DEVICE void scale_sums(float (&acc)[C][4], const float* of_rows, int rows, const float* of_columns, int columns) {
+  const int lane = threadIdx.x % 32, row = static_cast<int>(threadIdx.x) % 128 / 32 * 16 + lane / 4;
+  const float upper = row < rows ? of_rows[row] : 0.0f, lower = row + 8 < rows ? of_rows[row + 8] : 0.0f;
+  float scales[C / 4];  // of columns 32 i + lane
 #pragma unroll
-    for (int i = 0; i < 2; ++i) rows[i] = row + 8 * i < row_count ? of_rows[row + 8 * i] : 0.0f;
+  for (int i = 0; i < C / 4; ++i) scales[i] = 32 * i + lane < columns ? of_columns[32 * i + lane] : 0.0f;
 #pragma unroll
-    for (int i = 0; i < C / 4; ++i) columns[i] = 32 * i + lane < column_count ? of_columns[32 * i + lane] : 0.0f;
+  for (int i = 0; i < 2 * C; ++i) {
+    const float scale = broadcast(scales[i / 8], i / 2 % 4 * 8 + 2 * (lane % 4) + i % 2);
+    acc[i / 2][i % 2] *= upper * scale, acc[i / 2][2 + i % 2] *= lower * scale;
   }
-  METHOD void multiply(float (&acc)[C][4]) const {
-#pragma unroll
-    for (int i = 0; i < 2 * C; ++i) {
-      const float scale = broadcast(columns[i / 8], i / 2 % 4 * 8 + 2 * (threadIdx.x % 4) + i % 2);
-      acc[i / 2][i % 2] *= rows[0] * scale, acc[i / 2][2 + i % 2] *= rows[1] * scale;
-    }
-  }
-};
+}
 #endif

@@ -50,7 +50,7 @@ DEVICE void multiply_wgrad(const Arguments& all) {
   uint8_t* const stages = reinterpret_cast<uint8_t*>(align_shared(unaligned, 1024));
   const int warpgroup = static_cast<int>(threadIdx.x) / 128 - 1;
   if (threadIdx.x == 0) {
-    for (int i = 0; i < STAGES; ++i) mbarrier_init(mbarrier_address(&full[i]), 1), mbarrier_init(mbarrier_address(&empty[i]), E4M3 ? 8 : 2);
+    for (int i = 0; i < STAGES; ++i) mbarrier_init(mbarrier_address(&full[i]), 1), mbarrier_init(mbarrier_address(&empty[i]), 2);
     fence_mbarrier_init();
   }
   const int tiles = order_experts(args, order) * tiles_of_expert<kTileN, TILE_K>(args);
@@ -97,12 +97,6 @@ DEVICE void multiply_wgrad(const Arguments& all) {
 #pragma unroll
         for (int j = 0; j < 4; ++j) acc[i][j] = 0.0f;
     }
-    [[maybe_unused]] SumScales<TILE_K / 8> scales;
-    if constexpr (E4M3) {
-      const int n = tile.n + 64 * warpgroup;
-      const float* const of_grad = all.grad_scale + static_cast<int64_t>(tile.expert) * args.n + n;
-      scales.load(of_grad, args.n - n, all.x_scale + static_cast<int64_t>(tile.expert) * args.k + tile.k, args.k - tile.k);
-    }
     int before = -1;  // the stage whose products may still be under way
     for (int i = 0; i < count; ++i) {
       const uint8_t* const a = stages + stage * kStage + warpgroup * kBox;
@@ -111,10 +105,8 @@ DEVICE void multiply_wgrad(const Arguments& all) {
       if (args.accumulate && count > kShortTile && i == count - kShortTile) prefetch_result<TILE_K>(args, tile, warpgroup);
       mbarrier_wait(mbarrier_address(&full[stage]), parity);
       if constexpr (E4M3) {
-        const MatrixDescriptor of_a = matrix_descriptor(reinterpret_cast<const uint4*>(a)), of_b = matrix_descriptor(reinterpret_cast<const uint4*>(b));
-        if (valid >= kRows) multiply_e4m3<true>(acc, of_a, of_b, kRows);
-        else multiply_e4m3<false>(acc, of_a, of_b, valid);
-        if (threadIdx.x % 32 == 0) mbarrier_arrive(mbarrier_address(&empty[stage]));
+        multiply_e4m3(acc, matrix_descriptor(reinterpret_cast<const uint4*>(a)), matrix_descriptor(reinterpret_cast<const uint4*>(b)), valid);
+        if (threadIdx.x % 128 == 0) mbarrier_arrive(mbarrier_address(&empty[stage]));
         if (++stage == STAGES) stage = 0, parity ^= 1;
         continue;
       }
@@ -143,7 +135,12 @@ DEVICE void multiply_wgrad(const Arguments& all) {
     fence_sums(acc);
     if (before >= 0 && threadIdx.x % 128 == 0) mbarrier_arrive(mbarrier_address(&empty[before]));
 
-    if constexpr (E4M3) scales.multiply(acc);
+    if constexpr (E4M3) {
+      const int first = tile.n + 64 * warpgroup;
+      const float* const of_grad = all.grad_scale + static_cast<int64_t>(tile.expert) * args.n + first;
+      const float* const of_x = all.x_scale + static_cast<int64_t>(tile.expert) * args.k + tile.k;
+      scale_sums(acc, of_grad, args.n - first, of_x, args.k - tile.k);
+    }
     const int n = tile.n + 64 * warpgroup + static_cast<int>(threadIdx.x) % 128 / 32 * 16 + g;
     store_sums<BF16, E4M3 ? 2 : 4>(args, acc, tile.out + static_cast<int64_t>(n) * args.k + tile.k, n, tile.k);
   }
