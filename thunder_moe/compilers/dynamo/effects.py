@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from thunder_moe.compilers.safety import Program, Step
 
-__all__ = ["grad_modes", "is_in_a_function_transform", "program_of", "storages_of"]
+__all__ = ["grad_modes", "is_in_a_function_transform", "is_wrapped", "program_of", "storages_of"]
 
 _NOTHING: frozenset[int] = frozenset()
 # The storage of tensors that have none (sparse ones): they may all share one.
@@ -59,6 +59,11 @@ def _storages(leaf: Any) -> Iterable[int]:
 def is_in_a_function_transform(value: Any) -> bool:
     """True if a tensor is wrapped by torch.func.grad, vmap, ..."""
     return isinstance(value, torch.Tensor) and torch._C._functorch.is_functorch_wrapped_tensor(value)
+
+
+def is_wrapped(value: Any) -> bool:
+    """True if a tensor is wrapped by torch.func, or of a subclass that holds others (DTensor): kernels get neither."""
+    return is_in_a_function_transform(value) or is_traceable_wrapper_subclass(value)
 
 
 def _unwrapped(tensor: torch.Tensor) -> torch.Tensor:
