@@ -1,6 +1,6 @@
 """Finds routers written in torch's operations, and puts `moe_router` in their place.
-Called by rewrite.py; calls routers.py for what they look like, scopes.py, sites.py, and safety.py for the operations
-between.
+Called by rewrite.py; calls compilers/routers.py for what they look like, replace.py, scopes.py, and safety.py for the
+operations between.
 
     values, ids = softmax(logits, float32).topk(A);  values / values.sum(-1, keepdim=True)
     = scores, ids, _, _, _ = moe_router(logits, top_k=A, ...)

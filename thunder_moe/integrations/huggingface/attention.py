@@ -1,6 +1,6 @@
 """transformers' attention implementation "thunder_moe_sdpa": masked attention without copies of keys and values.
 Called by transformers, once quantizer has imported it; calls torch's scaled_dot_product_attention, transformers'
-"sdpa", kernels/attention.py, and compilers/dynamo/causal_masks.py.
+"sdpa", and kernels/attention.py.
 
 Legend: B batch, Hq query heads, Hkv key heads, G = Hq // Hkv heads of a group, Q new tokens, L keys, D width of a head.
 """

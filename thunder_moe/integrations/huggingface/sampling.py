@@ -1,6 +1,6 @@
 """Chooses tokens from logits on their device: transformers' logits processors and sampling, without a synchronization.
-Called by generation, in the loop and inside its CUDA graphs; calls those of transformers' processors that never wait
-for the GPU, and plain torch in place of the others.
+Called by generation, in the loop and inside its CUDA graphs; calls transformers' processors that never wait for the
+GPU, and plain torch in place of the others.
 
 Legend: B texts, V vocabulary.
 """
