@@ -171,7 +171,8 @@ def share_orders(graph: fx.Graph, program: Program) -> None:
         source = _source_of_ids(ids, experts)
         call = given(source)["input"] if calls(source, "getitem") and given(source)["index"] == 1 else None
         logits = value_of(call.args[0]) if operator_of(call) is _OPS.moe_router else None
-        if logits is None or logits.shape[1] != experts or _is_changed(program, source):
+        storages = storages_of(value_of(source))
+        if logits is None or logits.shape[1] != experts or not storages or program.writer(storages) is not None:
             continue
         with graph.inserting_before(node):
             order = [graph.call_function(operator.getitem, (call, part)) for part in (2, 3, 4)]
@@ -199,11 +200,6 @@ def _source_of_ids(ids: Any, experts: Any) -> Any:
         if source is None:
             return ids
         ids = source
-
-
-def _is_changed(program: Program, ids: fx.Node) -> bool:
-    storages = storages_of(value_of(ids))
-    return not storages or program.writer(storages) is not None
 
 
 def _reason(scope: Scope, graph: _Graph, router: Router) -> str | None:

@@ -112,8 +112,9 @@ def _repetition(processor: Any) -> Any:
     return process, penalty
 
 
-def _least_length(length: int, ends: list[int]) -> _Process:
-    """Return a process that forbids the end of a text before so many tokens."""
+def _least_length(length: int, processor: Any) -> Any:
+    """Return a process that forbids the end of a text before so many tokens, and its settings."""
+    ends = processor.eos_token_id.flatten().tolist()
 
     def process(scores: Tensor, state: State) -> Tensor:
         early = state.length < length
@@ -122,18 +123,15 @@ def _least_length(length: int, ends: list[int]) -> _Process:
             scores[:, end].masked_fill_(early, -float("inf"))
         return scores
 
-    return process
+    return process, length, *ends
 
 
 def _min_length(processor: Any) -> Any:
-    length, ends = int(processor.min_length), processor.eos_token_id.flatten().tolist()
-    return _least_length(length, ends), length, *ends
+    return _least_length(int(processor.min_length), processor)
 
 
 def _min_new_tokens(processor: Any) -> Any:
-    length = int(processor.prompt_length_to_skip) + int(processor.min_new_tokens)
-    ends = processor.eos_token_id.flatten().tolist()
-    return _least_length(length, ends), length, *ends
+    return _least_length(int(processor.prompt_length_to_skip) + int(processor.min_new_tokens), processor)
 
 
 _KNOWN: dict[type, Callable[[Any], Any]] = {
