@@ -142,7 +142,7 @@ def _decode_fused(
 
 
 def _check_orders(block: ExpertBlock) -> None:
-    """Raises a ValueError if the scales show that projections of fused experts differ in their order of dimensions."""
+    """Raise a ValueError if the scales show that projections of fused experts differ in their order of dimensions."""
     first, down = block.modules.get(("gate_up", None)), block.modules["down", None]
     if first is not None and first.is_mxfp8 and down.is_mxfp8:
         (gate_up, _), (down_info, scale) = (format_of(module).infos(module, 3) for module in (first, down))

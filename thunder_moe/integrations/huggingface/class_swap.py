@@ -1,5 +1,5 @@
 """`OtherMethods`: other methods for a module of transformers, in place and with a way back.
-Bases of `QuantizedModel`, `FusedRouter`, `FusedNorm` and Llama 4's routed layer and router; call accelerate_hooks.
+Base of `QuantizedModel`, `FusedRouter`, `FusedNorm` and Llama 4's routed layer and router; calls accelerate_hooks.
 """
 
 from __future__ import annotations

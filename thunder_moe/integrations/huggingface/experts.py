@@ -1,5 +1,5 @@
-"""`NVFP4Experts`: the 4-bit (or MXFP8) form of the experts modules of Hugging Face models, of their weights or others.
-Called by families, quantizer, writing and users; calls implementation to run, forms for how the weights lie.
+"""`NVFP4Experts`: the 4-bit (or MXFP8) form of the experts modules of Hugging Face models, with given or own weights.
+Called by families, quantizer, writing and users; calls implementation to run, forms for the layout of the weights.
 Importing it registers the experts implementation "thunder_moe".
 
 Legend: T tokens, A = top_k, E experts, H hidden_size, I intermediate_size.

@@ -1,5 +1,5 @@
 """List the 4-bit linears of a model that can have adapters, and the names that PEFT and its files have for them.
-Called by huggingface.lora, lora_files and saving; calls nothing of PEFT.
+Called by huggingface.lora, lora_files and saving; calls finetune.lora, and nothing of PEFT.
 """
 
 from __future__ import annotations
