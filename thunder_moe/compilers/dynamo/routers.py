@@ -169,7 +169,7 @@ def share_orders(graph: fx.Graph, program: Program) -> None:
         if experts_sort:
             experts = value_of(node.args[3]).shape[0]
         source = _source_of_ids(ids, experts)
-        call = given(source)["input"] if calls(source, "getitem") and given(source)["index"] == 1 else None
+        call: Any = given(source)["input"] if calls(source, "getitem") and given(source)["index"] == 1 else None
         logits = value_of(call.args[0]) if operator_of(call) is _OPS.moe_router else None
         storages = storages_of(value_of(source))
         if logits is None or logits.shape[1] != experts or not storages or program.writer(storages) is not None:
