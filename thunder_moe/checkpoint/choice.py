@@ -114,7 +114,7 @@ def _groups(dense: dict[str, Module], formats: dict[str, str]) -> dict[str, dict
 
 
 def _dense_candidates(checkpoint: Checkpoint) -> dict[str, Module]:
-    """Returns the 16-bit and FP8 matrices of dense layers, without routers and embeddings, by path."""
+    """Return the 16-bit and FP8 matrices of dense layers, without routers and embeddings, by path."""
     experts = {info.name for block in checkpoint.plain_blocks.values() for info in block.infos()}
     names = [name for name in checkpoint.others if name.endswith(".weight") and name not in experts]
     modules = {name.removesuffix(".weight"): Module({"weight": checkpoint.files[name]}) for name in names}

@@ -24,7 +24,7 @@ _CONFIGS = ("config.json", "hf_quant_config.json", "adapter_config.json")
 
 
 def copy_companions(source: Path, destination: Path, *, skip: tuple[Path, ...] = ()) -> None:
-    """Copies everything of a checkpoint but weights, their indices and configs; hidden files stay behind.
+    """Copy everything of a checkpoint but weights, their indices and configs; hidden files stay behind.
 
     Subfolders are copied unless they hold weights (another form of the model). Existing files of the destination stay.
 

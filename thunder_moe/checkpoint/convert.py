@@ -75,7 +75,7 @@ def convert(
     max_shard_size: int | str = MAX_SHARD_SIZE,
     progress: bool = False,
 ) -> list[LayerError]:
-    """Writes a checkpoint with experts, and on request dense layers, in NVFP4 or MXFP8 in ModelOpt's form.
+    """Write a checkpoint with experts, and on request dense layers, in NVFP4 or MXFP8 in ModelOpt's form.
 
     Experts in 16 bits or FP8 are quantized. Experts that are NVFP4, MXFP8 or MXFP4 already are copied exactly, for any
     `format` (MXFP4 as NVFP4 of the same values), and so are dense layers that are NVFP4 or MXFP8. Other FP8 weights

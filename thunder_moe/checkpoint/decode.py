@@ -93,11 +93,9 @@ def _stack(
     form = format_of(block.modules[projections[0], experts[0]])
     infos = form.infos(block.modules[projections[0], experts[0]], 2)
     first, (n, k, _) = infos[0], form.sizes(infos, 2)
-    rows, columns = slice(0, n), slice(0, k)
-    if part.feature_ranks > 1 and projections == ("down",):
-        columns = part.features(k, form.block)
-    elif part.feature_ranks > 1:
-        rows = part.features(n, form.block)
+    is_down = projections == ("down",)
+    rows = slice(0, n) if is_down else part.features(n, form.block)
+    columns = part.features(k, form.block) if is_down else slice(0, k)
     slices = (rows, columns) if part.feature_ranks > 1 else None
     weights: list[PackedWeight] = []
     biases: list[torch.Tensor] = []
@@ -144,7 +142,7 @@ def _decode_fused(
 
 
 def _check_orders(block: ExpertBlock) -> None:
-    """Raises a ValueError if the scales show that projections of fused experts differ in their order of dimensions."""
+    """Raise a ValueError if the scales show that projections of fused experts differ in their order of dimensions."""
     first, down = block.modules.get(("gate_up", None)), block.modules["down", None]
     if first is not None and first.is_mxfp8 and down.is_mxfp8:
         (gate_up, _), (down_info, scale) = (format_of(module).infos(module, 3) for module in (first, down))

@@ -48,7 +48,7 @@ class ExpertWeights:
     down_bias: torch.Tensor | None = None
 
     def to(self, device: torch.device | str) -> ExpertWeights:
-        """Copies the weights to another device."""
+        """Copy the weights to another device."""
         biases = (bias if bias is None else bias.to(device) for bias in (self.gate_up_bias, self.down_bias))
         return ExpertWeights(self.gate_up.to(device), self.down.to(device), *biases)
 

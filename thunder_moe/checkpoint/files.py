@@ -49,12 +49,12 @@ class TensorInfo:
         return ValueError(f"{self.file}: tensor {self.name!r} {message}")
 
     def require_float(self) -> None:
-        """Raises a ValueError if a weight or bias of a 16-bit module, by its name, has integers or 8-bit floats."""
+        """Raise a ValueError if a weight or bias of a 16-bit module, by its name, has integers or 8-bit floats."""
         if self.name.endswith(_FLOAT_NAMES) and self.dtype not in ("F64", "F32", "BF16", "F16"):
             raise self.error(f"has dtype {self.dtype}, wanted F32, BF16 or F16 of a weight that is not quantized")
 
     def require(self, dtypes: tuple[str, ...], shape: tuple[int, ...] | None, why: str = "") -> None:
-        """Raises a ValueError unless the tensor has one of these dtypes and this shape, if it is given."""
+        """Raise a ValueError unless the tensor has one of these dtypes and this shape, if it is given."""
         if self.dtype not in dtypes or (shape is not None and self.shape != shape):
             wanted = f"{' or '.join(dtypes)}" + (f" of shape {shape}" if shape is not None else "")
             raise self.error(f"has dtype {self.dtype} and shape {self.shape}, wanted {wanted}{why}")
@@ -113,7 +113,7 @@ class TensorFiles:
         return tensor
 
     def close(self) -> None:
-        """Closes all files; views of them stay valid until they are dropped."""
+        """Close all files; views of them stay valid until they are dropped."""
         self._open.clear()
 
     def _file(self, path: Path) -> Any:
@@ -142,7 +142,7 @@ class TensorFiles:
 
 
 def _check_inside(index: Path, name: str, file: Any) -> None:
-    """Raises a ValueError unless an index names a file inside of its directory for a tensor."""
+    """Raise a ValueError unless an index names a file inside of its directory for a tensor."""
     if not isinstance(file, str) or not file:
         raise ValueError(f"{index}: names {file!r} for tensor {name!r}, wanted the name of a file")
     posix, windows = PurePosixPath(file), PureWindowsPath(file)
@@ -166,7 +166,7 @@ def read_headers(files: Iterable[Path]) -> dict[str, TensorInfo]:
 
 
 def require_inside(files: Iterable[str], directory: Path) -> None:
-    """Raises a ValueError for a file that is not inside a directory, by its path: links are followed."""
+    """Raise a ValueError for a file that is not inside a directory, by its path: links are followed."""
     for file in files:
         path = Path(file)
         if not path.is_relative_to(directory) or ".." in path.relative_to(directory).parts:

@@ -181,7 +181,7 @@ class ExpertBlock:
         return range(count)
 
     def require_sizes(self, gate_up: tuple[int, int, int], down: tuple[int, int, int]) -> None:
-        """Raises a ValueError unless the shapes (E, N, K) of gate and up and of down fit each other."""
+        """Raise a ValueError unless the shapes (E, N, K) of gate and up and of down fit each other."""
         experts, n, k = gate_up
         wanted = (experts, k, n // 2 if self.gated else n)
         if down != wanted:
@@ -237,7 +237,7 @@ class Modules:
 
 
 def sort_modules(files: TensorFiles) -> Modules:
-    """Sorts the tensors of a checkpoint by their names and dtypes."""
+    """Sort the tensors of a checkpoint by their names and dtypes."""
     blocks: dict[str, ExpertBlock] = {}
     dense: dict[str, Module] = {}
     others: list[str] = []

@@ -54,7 +54,7 @@ class ExpertsPart:
         Raises:
             ValueError: a share would split a block of `block` features, which have one scale.
         """
-        if size % (self.feature_ranks * block):
+        if self.feature_ranks > 1 and size % (self.feature_ranks * block):
             raise ValueError(
                 f"tp_size: got {self.feature_ranks} for experts of {size} intermediate features, wanted a size whose"
                 f" shares of them are multiples of {block}, the features that share a scale"

@@ -50,7 +50,7 @@ class PartialCheckpoint:
         return self.directory / "checkpoint"
 
     def save(self, **state: Any) -> None:
-        """Saves the progress, with the checksums of new shards."""
+        """Save the progress, with the checksums of new shards."""
         self.state |= state
         for number, shard in enumerate(self.state["shards"]):
             if "crc32" not in shard:
@@ -63,11 +63,11 @@ class PartialCheckpoint:
         return final if final.is_file() else part
 
     def remove(self) -> None:
-        """Removes the working directory."""
+        """Remove the working directory."""
         shutil.rmtree(self.directory)
 
     def finish(self) -> None:
-        """Renames the complete checkpoint to its destination.
+        """Rename the complete checkpoint to its destination.
 
         Raises:
             FileExistsError: the destination exists by now.
@@ -162,7 +162,7 @@ def _checksum(file: Path) -> int:
 
 @contextmanager
 def _locked(directory: Path) -> Iterator[None]:
-    """Creates a directory if necessary, and holds its lock, which the system releases when the process ends.
+    """Create a directory if necessary, and hold its lock, which the system releases when the process ends.
 
     Raises:
         FileExistsError: another process or thread holds the lock, or the path is a link or a file.

@@ -50,7 +50,7 @@ def quantize_experts(
     device: torch.device | str,
     scale_search: str | None,
 ) -> list[tuple[str, ExpertWeights, tuple[float, float]]]:
-    """Quantizes the experts of a layer on a device, to the codes and scales of `quantize_`.
+    """Quantize the experts of a layer on a device, to the codes and scales of `quantize_`.
 
     In NVFP4 each expert has a global scale, which its gate and up share, as other readers assume.
 

@@ -113,7 +113,7 @@ class Checkpoint:
         return {**self.blocks, **self.plain_blocks, **self.fp8_blocks}[name].layout(self.interleaved)
 
     def require_4_bit_experts(self) -> None:
-        """Raises a ValueError that names a tensor if experts are FP8, which only a conversion reads."""
+        """Raise a ValueError that names a tensor if experts are FP8, which only a conversion reads."""
         for block in self.fp8_blocks.values():
             info = next(module for module in block.modules.values() if module.is_fp8).fields["weight"]
             raise info.error(
@@ -217,7 +217,7 @@ class Checkpoint:
         return units | {name: (self.files[name], partial(self.read, name)) for name in self.others}
 
     def _check_methods(self, quantized: list[Module]) -> None:
-        """Raises a ValueError if the tensors of a quantized module are not of the form that the config names."""
+        """Raise a ValueError if the tensors of a quantized module are not of the form that the config names."""
         for module in quantized:
             if not module.is_quantized:
                 continue

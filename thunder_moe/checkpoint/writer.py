@@ -64,7 +64,7 @@ class ShardWriter:
         return name in self._names
 
     def add(self, name: str, tensor: torch.Tensor) -> None:
-        """Collects a copy of a tensor; writes the shard first if it would become too large.
+        """Collect a copy of a tensor; write the shard first if it would become too large.
 
         Raises:
             ValueError: the name was added already.
@@ -81,7 +81,7 @@ class ShardWriter:
         self._names.add(name)
 
     def flush(self) -> None:
-        """Writes the collected tensors as one shard; the file appears complete or not at all."""
+        """Write the collected tensors as one shard; the file appears complete or not at all."""
         if not self._pending:
             return
         path, _ = shard_paths(self.directory, len(self.shards), 1)
@@ -98,7 +98,7 @@ class ShardWriter:
             self.on_shard()
 
     def finish(self) -> None:
-        """Writes the rest, gives the shards their final names, and writes the index."""
+        """Write the rest, give the shards their final names, and write the index."""
         self.flush()
         count = len(self.shards)
         names = []
@@ -130,7 +130,7 @@ def write_checkpoint(
     extra: dict[str, str] | None = None,
     companions: Path | None = None,
 ) -> Path:
-    """Writes a checkpoint in ModelOpt's layout.
+    """Write a checkpoint in ModelOpt's layout.
 
     Args:
         path: a directory that does not exist yet.
@@ -268,7 +268,7 @@ def parse_size(size: int | str) -> int:
 
 
 def require_absent(path: Path, argument: str = "path") -> None:
-    """Raises a FileExistsError if a path exists, also as a link to nothing: nothing is overwritten."""
+    """Raise a FileExistsError if a path exists, also as a link to nothing: nothing is overwritten."""
     if os.path.lexists(path):
         raise FileExistsError(f"{argument}: {path} exists already; remove it or choose another")
 

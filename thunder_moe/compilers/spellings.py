@@ -67,6 +67,7 @@ class Spelling:
     def targets(self) -> Iterator[Any]:
         """Yield what a node of an FX graph calls."""
         yield from (*self.functions, *self.methods.split())
+        yield from (function.default for function in self.functions if hasattr(function, "default"))
         for name in (*self.methods.split(), *self.names.split()):
             found = (getattr(home, name, None) for home in (torch, F))
             yield from (function for function in found if callable(function))
@@ -150,15 +151,9 @@ _TABLE = (
     Spelling("split", "input split_size dim", "split", functions=(aten.split.Tensor,)),
     # GEMMs of experts (torch's have the weight (E, K, N), training blocks have (E, N, K)), and attention
     Spelling("grouped_mm", "mat_a mat_b offs bias out_dtype", "", "_grouped_mm grouped_mm", (aten._grouped_mm,)),
-    Spelling("linear", f"{_GEMM} bias bias_scale recipe", functions=(_OPS.grouped_linear, _OPS.grouped_linear.default)),
-    Spelling(
-        "activated", f"{_GEMM} scales bias recipe * {_FORM}",
-        functions=(_OPS.activated_grouped_linear, _OPS.activated_grouped_linear.default),
-    ),
-    Spelling(
-        "activation", f"mat_a scales offs * {_FORM}",
-        functions=(_OPS.scaled_activation, _OPS.scaled_activation.default),
-    ),
+    Spelling("linear", f"{_GEMM} bias bias_scale recipe", functions=(_OPS.grouped_linear,)),
+    Spelling("activated", f"{_GEMM} scales bias recipe * {_FORM}", functions=(_OPS.activated_grouped_linear,)),
+    Spelling("activation", f"mat_a scales offs * {_FORM}", functions=(_OPS.scaled_activation,)),
     Spelling(
         "attention", "query key value attn_mask dropout_p is_causal scale enable_gqa", "",
         "scaled_dot_product_attention",

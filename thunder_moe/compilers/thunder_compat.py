@@ -64,12 +64,8 @@ def add_plugin() -> None:
     """Make ``thunder.compile(model, plugins="nvfp4-moe")`` known to Thunder, which has been imported."""
     from thunder.plugins import register_plugin
 
-    register_plugin(PLUGIN, _make_plugin)
-
-
-def _make_plugin() -> Any:
     # Thunder calls what is registered, its classes, without arguments.
-    return importlib.import_module("thunder_moe.compilers.thunder.plugin").NVFP4MoE()
+    register_plugin(PLUGIN, lambda: importlib.import_module("thunder_moe.compilers.thunder.plugin").NVFP4MoE())
 
 
 @contextlib.contextmanager

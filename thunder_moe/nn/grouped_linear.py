@@ -274,12 +274,12 @@ def run_into(
 
 
 def require_weight_dtype(dtype: torch.dtype | None) -> None:
-    """Raises the ValueError of a dtype in which no weight is trained."""
+    """Raise a ValueError for a dtype that weights cannot be trained in."""
     if dtype is not None and not (dtype.is_floating_point and dtype.itemsize > 1):
         raise ValueError(f"dtype: got {dtype}, wanted bfloat16, float16, float32, float64 or None for torch's default")
 
 
 def require_at_least(least: int, name: str, size: int) -> None:
-    """Raises the ValueError of a size that is not an integer of at least `least`."""
+    """Raise a ValueError for a size that is not an integer of at least `least`."""
     if not isinstance(size, int) or isinstance(size, bool) or size < least:
         raise ValueError(f"{name}: got {size!r}, wanted an integer of at least {least}")

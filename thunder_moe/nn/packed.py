@@ -113,7 +113,7 @@ class PackedModule(AdaptableLinear):
         layout = weight.layout if weight.layout in module_layouts(weight.format) else LINEAR
         for field in NVFP4.fields:  # fields that the format lacks are None
             self.register_buffer(field, None)
-        self._buffers.update(zip(self._fields, self._own(weight.to_layout(layout)), strict=True))
+        self._buffers.update(zip(self.format.fields, self._own(weight.to_layout(layout)), strict=True))
         shape = weight.shape[:2] if self._of_experts else weight.shape[1:2]
         if bias is not None and bias.shape != shape:
             raise ValueError(f"bias: got shape {tuple(bias.shape)}, wanted {tuple(shape)}")
@@ -123,13 +123,8 @@ class PackedModule(AdaptableLinear):
 
     @property
     def format(self) -> BlockFormat:
-        """Return the number format of the weight."""
+        """Return the number format of the weight; its `fields` are the names of the buffers."""
         return BLOCK_FORMATS[self.format_name]
-
-    @property
-    def _fields(self) -> tuple[str, ...]:
-        """Return the names of the buffers that hold the weight."""
-        return BLOCK_FORMATS[self.format_name].fields
 
     def _get_name(self) -> str:
         """Return the name in the representation of a model: the class's name, with the number format."""
@@ -156,7 +151,7 @@ class PackedModule(AdaptableLinear):
     @property
     def packed_weight(self) -> PackedWeight:
         """Return the weight (E, N, K) in its number format, which shares the buffers' memory."""
-        return self._weight_of([getattr(self, field) for field in self._fields])
+        return self._weight_of([getattr(self, field) for field in self.format.fields])
 
     def read(self) -> tuple[BlockFormat, str, tuple[Tensor, ...]]:
         """Return format and layout of the weight, and its tensors as the module's operator takes them, for one forward.
@@ -260,7 +255,7 @@ class PackedModule(AdaptableLinear):
                 f"weight: got shape {weight.shape} in layout {weight.layout!r}, wanted {shape} in one of {layouts}"
             )
         self._layout_to_be = None
-        for buffer in self._replace(dict(zip(self._fields, self._own(weight), strict=True))):
+        for buffer in self._replace(dict(zip(self.format.fields, self._own(weight), strict=True))):
             if not buffer.is_inference():
                 torch.autograd.graph.increment_version(buffer)  # a backward that waits for the old bytes fails
 
@@ -269,7 +264,7 @@ class PackedModule(AdaptableLinear):
         if dim == 1 and self._part_features is not None:
             return f"it stands for weights of {self._part_features} out_features together"
         pieces = parts * count
-        for tensor in self._grouped(*(getattr(self, field) for field in self._fields)):
+        for tensor in self._grouped(*(getattr(self, field) for field in self.format.fields)):
             if tensor.ndim > dim and tensor.shape[dim] % pieces:
                 size, unit = self._weight_shape[dim], self._weight_shape[dim] * pieces // tensor.shape[dim]
                 name = ("num_experts", "out_features", "in_features")[dim]
@@ -297,7 +292,7 @@ class PackedModule(AdaptableLinear):
         if obstacle is not None:
             raise ValueError(f"weight: {obstacle}")
         axis = dim if self._of_experts else dim - 1
-        for field in self._fields:
+        for field in self.format.fields:
             buffer: Tensor = getattr(self, field)
             if buffer.ndim > axis:
                 bits = buffer.view(torch.uint8) if buffer.itemsize == 1 else buffer
@@ -331,7 +326,7 @@ class PackedModule(AdaptableLinear):
     ) -> None:
         if self._sharding is not None:
             state_dict = self._sharding.local_state_dict(self, state_dict, prefix)
-        fields = self._fields
+        fields = self.format.fields
         state_dict = _by_bits(state_dict, prefix, self.format)
         given = [field for field in fields if f"{prefix}{field}" in state_dict]
         assign = local_metadata.get("assign_to_params_buffers", False)
@@ -373,10 +368,10 @@ class PackedModule(AdaptableLinear):
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> PackedModule:
         # `to(dtype)` must not cast the format's own tensors, and tied modules must stay tied: move each in place.
         before, moved_to = self.qdata.device, {}
-        own = [id(getattr(self, field)) for field in self._fields]
+        own = [id(getattr(self, field)) for field in self.format.fields]
         parent: Any = super()
         parent._apply(lambda tensor: tensor if id(tensor) in own else fn(tensor), recurse)  # others of a subclass
-        for field in self._fields:
+        for field in self.format.fields:
             buffer = getattr(self, field).data
             bits = (
                 buffer.view(torch.uint8) if buffer.itemsize == 1 else buffer

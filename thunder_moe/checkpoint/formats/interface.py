@@ -47,7 +47,7 @@ class CheckpointFormat(ABC):
 
     @abstractmethod
     def check(self, quantization: dict[str, Any]) -> None:
-        """Raises a ValueError for a quantization_config whose weights are not read here."""
+        """Raise a ValueError for a quantization_config whose weights are not read here."""
 
     def has_mxfp8(self, quantization: dict[str, Any]) -> bool:
         """True if a quantization_config says that there are MXFP8 weights, or allows for them."""
@@ -178,7 +178,7 @@ def has_e4m3_nan(codes: torch.Tensor) -> bool:
 
 
 def check_group_size(size: Any, wanted: int = BLOCK_SIZE) -> None:
-    """Raises a ValueError if a config gives a block size, as a number or its digits, other than the wanted one."""
+    """Raise a ValueError if a config gives a block size, as a number or its digits, other than the wanted one."""
     if size is not None and str(size) != str(wanted):
         raise ValueError(f"group_size: got {size!r}, wanted {wanted}")
 

@@ -118,7 +118,7 @@ class ModelOpt(CheckpointFormat):
         yield f"{path}.weight_scale_2", global_scale[0]
 
     def check_values(self, name: str, tensor: torch.Tensor) -> None:
-        """Checks that readers accept the values of a tensor of `encode` or `encode_dense`.
+        """Check that readers accept the values of a tensor of `encode` or `encode_dense`.
 
         Raises:
             ValueError: the tensor has NaN, or is a negative or too large block scale, or a global scale that is not

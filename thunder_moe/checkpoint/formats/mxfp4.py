@@ -24,7 +24,7 @@ class MXFP4(CheckpointFormat):
     block = 32
 
     def check(self, quantization: dict[str, Any]) -> None:
-        """Accepts every config, because MXFP4's has no options."""
+        """Accept every config, because MXFP4's has no options."""
 
     def infos(self, module: Module, rank: int) -> list[TensorInfo]:
         blocks, scales = infos = module.require("blocks", "scales")

@@ -16,10 +16,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from thunder_moe.compilers.dynamo.effects import is_in_a_function_transform
-from thunder_moe.compilers.dynamo.nodes import behind, calls, given, same, value_of
+from thunder_moe.compilers.dynamo.effects import is_wrapped
+from thunder_moe.compilers.dynamo.nodes import behind, calls, given, operator_of, same, value_of
 from thunder_moe.compilers.dynamo.norms import Norm, norm_of
 from thunder_moe.compilers.dynamo.scopes import Scope
 from thunder_moe.compilers.spellings import MismatchError, require
@@ -34,12 +33,8 @@ from thunder_moe.routing import RouterConfig
 __all__ = ["fuse_add_norms"]
 
 _OPS: Any = torch.ops.thunder_moe
-_ROUTERS = {_OPS.moe_linear_router, _OPS.moe_linear_router.default}
 _LAYERS: dict[Any, BlockFormat] = {
-    each: known
-    for name, known in BLOCK_FORMATS.items()
-    for packet in [getattr(_OPS, f"f16a_{name}weight_scaled_mm")]
-    for each in (packet, packet.default)
+    getattr(_OPS, f"f16a_{name}weight_scaled_mm"): known for name, known in BLOCK_FORMATS.items()
 }
 
 
@@ -54,7 +49,7 @@ def fuse_add_norms(scopes: Sequence[Scope], *, on_any_device: bool = False) -> i
     for scope in scopes:
         _ = scope.program  # as the graph is before it is rewritten
         for node in list(scope.graph.nodes):
-            if node.op == "call_function" and (node.target in _ROUTERS or node.target in _LAYERS):
+            if _is_router(node) or operator_of(node) in _LAYERS:
                 with contextlib.suppress(MismatchError):
                     _fuse(scope, node, on_any_device)
                     count += 1
@@ -70,7 +65,7 @@ def _fuse(scope: Scope, node: fx.Node, on_any_device: bool) -> None:
     norm = norm_of(normalized)
     require(norm is not None and scope.refusal is None)
     assert norm is not None
-    total, is_router = norm.source, node.target in _ROUTERS
+    total, is_router = norm.source, _is_router(node)
     require(calls(total, "add"))
     x, residual = given(total)["input"], given(total)["other"]
     value, shape = value_of(total), value_of(rows).shape
@@ -82,7 +77,7 @@ def _fuse(scope: Scope, node: fx.Node, on_any_device: bool) -> None:
     differentiated = (value_of(each) for each in (rows, total, *node.all_input_nodes))
     require(not (scope.modes[node] and any(isinstance(one, Tensor) and one.requires_grad for one in differentiated)))
     require(is_router or value_of(node).dtype == value.dtype)  # autocast casts the rows of a layer
-    require(not is_in_a_function_transform(value) and not is_traceable_wrapper_subclass(value))
+    require(not is_wrapped(value))
     require(on_any_device or _is_one_kernel(node, value, norm, shape))
     # Everybody else reads the sum, and behind a router the rows, later than the operator that returns them.
     own = norm.nodes | views | {node}
@@ -101,6 +96,10 @@ def _fuse(scope: Scope, node: fx.Node, on_any_device: bool) -> None:
             scope.graph.erase_node(left)
 
 
+def _is_router(node: fx.Node) -> bool:
+    return operator_of(node) is _OPS.moe_linear_router
+
+
 def _is_one_kernel(node: fx.Node, value: Tensor, norm: Norm, shape: Sequence[int]) -> bool:
     """True if one kernel of the device computes the sum, the norm and the node; `shape` is the shape of its rows."""
     if value.device.type != "cuda" or value.dtype not in (torch.bfloat16, torch.float16):
@@ -108,12 +107,12 @@ def _is_one_kernel(node: fx.Node, value: Tensor, norm: Norm, shape: Sequence[int
     if not value_of(norm.weight).is_contiguous():
         return False
     weight = value_of(node.args[1])
-    if node.target in _ROUTERS:
+    if _is_router(node):
         options: dict[str, Any] = {
             name: node.kwargs[name] for name in RouterConfig.__dataclass_fields__ if name in node.kwargs
         }
         return router.serves_linear((shape[0], weight.shape[0]), shape[1], RouterConfig(**options), value.dtype)
-    known, count = _LAYERS[node.target], math.prod(shape[:-1])
+    known, count = _LAYERS[operator_of(node)], math.prod(shape[:-1])
     spec = GemmSpec(
         count, 1, weight.shape[1], known.codes_per_byte * weight.shape[0], value.dtype,
         WeightSpec(str(node.kwargs.get("layout", LINEAR)), known.name), target(value.device),
@@ -148,17 +147,17 @@ def _replace(
     with graph.inserting_before(node):
         x, residual = (in_shape(each, of_rows.shape) for each in summands)
         operands = x, residual, norm.weight, *node.args[1:]
-        if node.target in _ROUTERS:
+        if _is_router(node):
             result = graph.call_function(
                 _OPS.add_norm_linear_router, operands, {**node.kwargs, "norm_epsilon": norm.epsilon}
             )
             examples = (*value, whole.reshape(of_rows.shape), of_rows)
         else:
-            name = f"f16a_{_LAYERS[node.target].name}weight_add_norm_scaled_mm"
+            name = f"f16a_{_LAYERS[operator_of(node)].name}weight_add_norm_scaled_mm"
             result = graph.call_function(getattr(_OPS, name), operands, {**node.kwargs, "epsilon": norm.epsilon})
             examples = value, whole.reshape(of_rows.shape)
         result.meta.update({**node.meta, "example_value": examples})
-        if node.target in _ROUTERS:
+        if _is_router(node):
             total = in_shape(part(result, 6, examples[6]), whole.shape)
             last = part(result, 7, of_rows)
             for old in dict.fromkeys((rows, normalized)):

@@ -21,8 +21,8 @@ from thunder_moe.compilers.dynamo.effects import is_in_a_function_transform, sto
 from thunder_moe.compilers.dynamo.nodes import (
     behind,
     calls,
-    factors,
     given,
+    in_both_orders,
     kind_of,
     part_of_result,
     sole_user,
@@ -139,7 +139,7 @@ def _reason_against_routing(block: AllExpertsBmm, replaced: set[fx.Node]) -> str
 
 def _tokens_times_scores(rows: Any, experts: int, passed: set[fx.Node]) -> tuple[fx.Node, fx.Node]:
     """Return (repeated, scores (T, E)) of ``tokens.repeat(E, 1) * scores.T.reshape(-1, 1)``; `passed` gets the rest."""
-    for repeated, column in factors(rows):
+    for repeated, column in in_both_orders(rows, "mul"):
         if not calls(repeated, "repeat") or not calls(column, "view"):
             continue
         tokens, swapped = given(repeated)["input"], given(column)["input"]

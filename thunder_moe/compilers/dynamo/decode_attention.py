@@ -21,16 +21,15 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from thunder_moe.compilers.dynamo.attention import behind_repeat
-from thunder_moe.compilers.dynamo.effects import is_in_a_function_transform, storages_of
+from thunder_moe.compilers.dynamo.effects import is_wrapped, storages_of
 from thunder_moe.compilers.dynamo.nodes import (
     arguments,
     behind,
     calls,
-    factors,
     given,
+    in_both_orders,
     is_in_place,
     same,
     source_of,
@@ -197,8 +196,7 @@ def _computed_once(graph: fx.Graph, node: fx.Node, once: dict[fx.Node, fx.Node])
 def _require_served(scope: Scope, node: fx.Node, heads: int, key_heads: int, on_any_device: bool) -> None:
     """Require that the operator's kernel serves the call, and that it needs no gradient."""
     query = value_of(given(node)["query"])
-    require(not is_in_a_function_transform(query) and not is_traceable_wrapper_subclass(query))
-    require(not (scope.modes[node] and value_of(node).requires_grad))
+    require(not is_wrapped(query) and not (scope.modes[node] and value_of(node).requires_grad))
     if not on_any_device:
         require(query.device.type == "cuda")
         require(unserved_reason(query.device, query.dtype, heads, key_heads, query.shape[3]) is None)
@@ -242,9 +240,9 @@ def _heads_behind(node: Any) -> _Heads:
 def _take_rotary(heads: _Heads) -> None:
     """Match x * cos + cat(-x[..., D / 2:], x[..., :D / 2]) * sin; leave `heads` unchanged for other nodes."""
     node = heads.source
-    for plain, rotated in _terms(node):
-        for x, cos in factors(plain):
-            for turned, sin in factors(rotated):
+    for plain, rotated in in_both_orders(node, "add"):
+        for x, cos in in_both_orders(plain, "mul"):
+            for turned, sin in in_both_orders(rotated, "mul"):
                 parts = given(turned).get("input") if calls(turned, "cat") else None
                 if not isinstance(parts, (tuple, list)) or len(parts) != 2 or given(turned).get("dim") not in (-1, 3):
                     continue
@@ -255,12 +253,6 @@ def _take_rotary(heads: _Heads) -> None:
                     heads.nodes |= {node, plain, rotated, turned, negative, low, high}
                     heads.source, heads.angles = x, (cos, sin)
                     return
-
-
-def _terms(node: Any) -> list[tuple[Any, Any]]:
-    """Return the two terms of a sum, in both orders; none for other nodes."""
-    both = tuple(given(node).values()) if calls(node, "add") else ()
-    return [(both[0], both[1]), (both[1], both[0])] if len(both) == 2 else []
 
 
 def _is_slice(node: Any, source: Any, ends: tuple[Any, Any]) -> bool:

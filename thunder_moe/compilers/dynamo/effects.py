@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from thunder_moe.compilers.safety import Program, Step
 
-__all__ = ["grad_modes", "is_in_a_function_transform", "program_of", "storages_of"]
+__all__ = ["grad_modes", "is_in_a_function_transform", "is_wrapped", "program_of", "storages_of"]
 
 _NOTHING: frozenset[int] = frozenset()
 # The storage of tensors that have none (sparse ones): they may all share one.
@@ -45,7 +45,8 @@ def storages_of(value: Any) -> frozenset[int]:
 def _storages(leaf: Any) -> Iterable[int]:
     if not isinstance(leaf, torch.Tensor):
         return
-    leaf = _unwrapped(leaf)
+    while is_in_a_function_transform(leaf):
+        leaf = torch._C._functorch.get_unwrapped(leaf)
     if is_traceable_wrapper_subclass(leaf):
         for name in leaf.__tensor_flatten__()[0]:
             yield from _storages(getattr(leaf, name))
@@ -61,10 +62,9 @@ def is_in_a_function_transform(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and torch._C._functorch.is_functorch_wrapped_tensor(value)
 
 
-def _unwrapped(tensor: torch.Tensor) -> torch.Tensor:
-    while is_in_a_function_transform(tensor):
-        tensor = torch._C._functorch.get_unwrapped(tensor)
-    return tensor
+def is_wrapped(value: Any) -> bool:
+    """True if a tensor is wrapped by torch.func, or of a subclass that holds others (DTensor): kernels get neither."""
+    return is_in_a_function_transform(value) or is_traceable_wrapper_subclass(value)
 
 
 def grad_modes(graph: fx.Graph, initial: bool) -> dict[fx.Node, bool]:

@@ -16,9 +16,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from thunder_moe.compilers.dynamo.effects import is_in_a_function_transform, storages_of
+from thunder_moe.compilers.dynamo.effects import is_wrapped, storages_of
 from thunder_moe.compilers.dynamo.nodes import (
     calls,
     given,
@@ -116,7 +115,7 @@ def _is_same(scope: Scope, source: Any, node: fx.Node, shared: Set[int]) -> bool
     """True if replacing a copy by its source is unobservable: both alike, nothing reads the source later, or
     changes the copy, and neither is among the tensors that the graph shares with its caller."""
     old, new = value_of(source), value_of(node)
-    if not isinstance(old, Tensor) or is_traceable_wrapper_subclass(old) or is_in_a_function_transform(old):
+    if not isinstance(old, Tensor) or is_wrapped(old):
         return False
     if (old.dtype, old.requires_grad, old.ndim) != (new.dtype, new.requires_grad, new.ndim):
         return False

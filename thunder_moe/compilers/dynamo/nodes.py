@@ -18,10 +18,11 @@ __all__ = [
     "arguments",
     "behind",
     "calls",
-    "factors",
     "given",
+    "in_both_orders",
     "is_in_place",
     "kind_of",
+    "operator_of",
     "part_of_result",
     "same",
     "sole_user",
@@ -51,6 +52,12 @@ def static_example(tensor: Tensor, name: str) -> tuple[Any, Any]:
     assert fake_mode is not None, "dynamo compiles under a fake mode"
     source = ConstantSource(name)
     return fake_mode.from_tensor(tensor, static_shapes=True, source=source), source
+
+
+def operator_of(node: Any) -> Any:
+    """Return the function that a node calls, an operator without its overload; None for other nodes."""
+    is_function = isinstance(node, fx.Node) and node.op == "call_function"
+    return getattr(node.target, "overloadpacket", node.target) if is_function else None
 
 
 def given(node: Any) -> dict[str, Any]:
@@ -88,9 +95,9 @@ def arguments(node: Any, *kinds: str) -> dict[str, Any]:
     return given(node)
 
 
-def factors(node: Any) -> list[tuple[Any, Any]]:
-    """Return the two factors of a product, in both orders; none for other nodes."""
-    both = tuple(given(node).values()) if calls(node, "mul") else ()
+def in_both_orders(node: Any, kind: str) -> list[tuple[Any, Any]]:
+    """Return the two factors of a product ("mul"), or terms of a sum ("add"), in both orders; none for other nodes."""
+    both = tuple(given(node).values()) if calls(node, kind) else ()
     return [(both[0], both[1]), (both[1], both[0])] if len(both) == 2 else []
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from thunder_moe.compilers.dynamo.nodes import calls, factors, given, same, value_of
+from thunder_moe.compilers.dynamo.nodes import calls, given, in_both_orders, same, value_of
 
 __all__ = ["Norm", "is_number", "norm_of"]
 
@@ -34,12 +34,12 @@ class Norm:
 
 def norm_of(node: Any) -> Norm | None:
     """Return the norm whose result a node is; None for other nodes."""
-    for weight, scaled in factors(node):
+    for weight, scaled in in_both_orders(node, "mul"):
         value = value_of(weight)
         if not isinstance(value, Tensor) or not calls(scaled, "cast"):
             continue
         product = given(scaled)["input"]
-        for wide, factor in factors(product):
+        for wide, factor in in_both_orders(product, "mul"):
             if not calls(wide, "cast") or not calls(factor, "rsqrt"):
                 continue
             total = given(factor)["input"]

@@ -20,7 +20,7 @@ from torch import fx
 from torch.types import py_sym_types
 
 from thunder_moe.compilers.dynamo.effects import storages_of
-from thunder_moe.compilers.dynamo.nodes import calls, given, kind_of, value_of
+from thunder_moe.compilers.dynamo.nodes import calls, given, kind_of, operator_of, value_of
 from thunder_moe.compilers.dynamo.scopes import Scope
 from thunder_moe.formats.block_format import BLOCK_FORMATS
 from thunder_moe.ops import add_norm, decode_attention, router, scaled_mm  # noqa: F401  (register the operators)
@@ -37,7 +37,6 @@ _READ_EARLY: dict[Any, slice] = {
 for _name, _known in BLOCK_FORMATS.items():
     _READ_EARLY[getattr(_OPS, f"f16a_{_name}weight_scaled_mm")] = slice(1, 1 + len(_known.fields))
     _READ_EARLY[getattr(_OPS, f"f16a_{_name}weight_add_norm_scaled_mm")] = slice(2, 3 + len(_known.fields))
-_READ_EARLY |= {packet.default: places for packet, places in _READ_EARLY.items()}
 
 
 def prefetch_operands(scopes: Sequence[Scope]) -> None:
@@ -59,7 +58,7 @@ def prefetch_operands(scopes: Sequence[Scope]) -> None:
             written = storages_of([value_of(each) for each in overwritten])
             earlier = {each for each in vary | behind if written & storages_of(value_of(each))}
             vary, behind = vary - earlier, behind - earlier
-        places = _READ_EARLY.get(node.target) if node.op == "call_function" else None
+        places = _READ_EARLY.get(operator_of(node))
         if places is not None and node in behind and _is_settled(root, node, places):
             node.kwargs = {**node.kwargs, "prefetch": True}
 

@@ -26,7 +26,7 @@ from thunder_moe.compilers.dynamo.expert_ids import remove_noop_masks
 from thunder_moe.compilers.dynamo.fused_moe_pattern import find_fused_moe
 from thunder_moe.compilers.dynamo.gathered_bmm_pattern import find_gathered_bmm
 from thunder_moe.compilers.dynamo.inputs import Rewritten, WeightInput, memory_of_inputs
-from thunder_moe.compilers.dynamo.nodes import value_of
+from thunder_moe.compilers.dynamo.nodes import operator_of, value_of
 from thunder_moe.compilers.dynamo.prefetch import prefetch_operands
 from thunder_moe.compilers.dynamo.replace import (
     add_inputs,
@@ -52,7 +52,7 @@ from thunder_moe.weight_cache import local_data, stacked_layout
 __all__ = ["rewrite"]
 
 _OPS = torch.ops.thunder_moe
-_QUANTIZED = {getattr(_OPS, name).default: decisions for name, decisions in QUANTIZED.items()}
+_QUANTIZED = {getattr(_OPS, name): decisions for name, decisions in QUANTIZED.items()}
 
 
 def rewrite(
@@ -261,8 +261,7 @@ def _packed_by(call: Site | SwiGLU) -> tuple[Site | SwiGLU, ...]:
 def _quantized(scope: Scope, weights: Weights) -> Iterator[tuple[fx.Node | None, Decision]]:
     """Yield (weight, decision) of each packed weight of the modules that quantize_ had swapped in already."""
     for node in scope.graph.nodes:
-        target = getattr(node.target, "default", node.target) if node.op == "call_function" else None
-        for position, to in _QUANTIZED.get(target, ()):
+        for position, to in _QUANTIZED.get(operator_of(node), ()):
             gemm = quantized_gemm(node, weights, position)
             yield weights.sharing(value_of(node.args[position])), (gemm, to, "quantized beforehand")
 

@@ -1,6 +1,6 @@
 """Finds routers written in torch's operations, and puts `moe_router` in their place.
-Called by rewrite.py; calls routers.py for what they look like, scopes.py, sites.py, and safety.py for the operations
-between.
+Called by rewrite.py; calls compilers/routers.py for what they look like, replace.py, scopes.py, and safety.py for the
+operations between.
 
     values, ids = softmax(logits, float32).topk(A);  values / values.sum(-1, keepdim=True)
     = scores, ids, _, _, _ = moe_router(logits, top_k=A, ...)
@@ -17,10 +17,18 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from thunder_moe.compilers.dynamo.effects import is_in_a_function_transform, storages_of
-from thunder_moe.compilers.dynamo.nodes import calls, given, is_in_place, kind_of, source_of, user_line, value_of
+from thunder_moe.compilers.dynamo.effects import is_wrapped, storages_of
+from thunder_moe.compilers.dynamo.nodes import (
+    calls,
+    given,
+    is_in_place,
+    kind_of,
+    operator_of,
+    source_of,
+    user_line,
+    value_of,
+)
 from thunder_moe.compilers.dynamo.replace import erase
 from thunder_moe.compilers.dynamo.scopes import Scope
 from thunder_moe.compilers.eligibility import QUANTIZED
@@ -35,14 +43,7 @@ from thunder_moe.ops.router import moe_router  # noqa: F401  (registers the oper
 __all__ = ["Router", "find_routers", "fuse_router", "share_orders"]
 
 _OPS = torch.ops.thunder_moe
-
-
-def _targets(*names: str) -> set[Any]:
-    return {target for name in names for target in (getattr(_OPS, name), getattr(_OPS, name).default)}
-
-
-_ROUTE, _ROUTER = _targets("moe_route"), _targets("moe_router")
-_EXPERTS = _targets(*(name for name in QUANTIZED if name.endswith("moe_experts")))
+_EXPERTS = {getattr(_OPS, name) for name in QUANTIZED if name.endswith("moe_experts")}
 
 
 class _Graph:
@@ -159,17 +160,19 @@ def share_orders(graph: fx.Graph, program: Program) -> None:
     """Let calls of `moe_route`, and experts that sort by themselves, read the order of rows of the `moe_router` whose
     ids they are given. It comes behind all other rewrites; `program` is the program of the graph before them."""
     for node in list(graph.nodes):
-        experts_sort = node.target in _EXPERTS and len(node.args) in (12, 14) and node.args[-3:] == (None, None, None)
-        routes = node.target in _ROUTE and len(node.args) == 2 and all(calls(user, "getitem") for user in node.users)
+        called, count = operator_of(node), len(node.args)
+        experts_sort = called in _EXPERTS and count in (12, 14) and node.args[-3:] == (None, None, None)
+        routes = called is _OPS.moe_route and count == 2 and all(calls(user, "getitem") for user in node.users)
         if not experts_sort and not routes:
             continue
         ids, experts = node.args[1] if experts_sort else node.args[0], node.args[1]
         if experts_sort:
             experts = value_of(node.args[3]).shape[0]
         source = _source_of_ids(ids, experts)
-        call = given(source)["input"] if calls(source, "getitem") and given(source)["index"] == 1 else None
-        logits = value_of(call.args[0]) if isinstance(call, fx.Node) and call.target in _ROUTER else None
-        if logits is None or logits.shape[1] != experts or _is_changed(program, source):
+        call: Any = given(source)["input"] if calls(source, "getitem") and given(source)["index"] == 1 else None
+        logits = value_of(call.args[0]) if operator_of(call) is _OPS.moe_router else None
+        storages = storages_of(value_of(source))
+        if logits is None or logits.shape[1] != experts or not storages or program.writer(storages) is not None:
             continue
         with graph.inserting_before(node):
             order = [graph.call_function(operator.getitem, (call, part)) for part in (2, 3, 4)]
@@ -199,16 +202,11 @@ def _source_of_ids(ids: Any, experts: Any) -> Any:
         ids = source
 
 
-def _is_changed(program: Program, ids: fx.Node) -> bool:
-    storages = storages_of(value_of(ids))
-    return not storages or program.writer(storages) is not None
-
-
 def _reason(scope: Scope, graph: _Graph, router: Router) -> str | None:
     """Return why a router is not rewritten; None if it is. The checks run in this order."""
     match, positions, program = router.match, scope.positions, scope.program
     logits = value_of(match.logits)
-    if is_in_a_function_transform(logits) or is_traceable_wrapper_subclass(logits):
+    if is_wrapped(logits):
         return "its logits are of a function transform or a subclass of Tensor"
     reason = reason_against_kernels(graph, match)
     if reason is not None:

@@ -88,7 +88,7 @@ class Scope:
 
     @cached_property
     def input_storages(self) -> frozenset[int]:
-        """The storages of the graph's inputs and attributes before a rewrite."""
+        """Return the storages of the graph's inputs and attributes before a rewrite."""
         inputs = [node for node in self.graph.nodes if node.op in ("placeholder", "get_attr")]
         return storages_of([self.value_of(node) for node in inputs])
 

@@ -23,7 +23,7 @@ from torch.utils import _pytree as pytree
 
 from thunder_moe.compilers.dynamo import compiled_graph
 from thunder_moe.compilers.dynamo.effects import grad_modes, program_of, storages_of
-from thunder_moe.compilers.dynamo.nodes import calls, given, value_of
+from thunder_moe.compilers.dynamo.nodes import calls, given, operator_of, value_of
 from thunder_moe.compilers.dynamo.scopes import copy_of
 from thunder_moe.compilers.thunder import nvfuser
 from thunder_moe.compilers.thunder.symbols import EXECUTOR, OPTION, decided_before
@@ -75,7 +75,7 @@ def _compile(compiler: Any, gm: fx.GraphModule, inputs: Sequence[Any]) -> Callab
                     " it; enter it around the call of the compiled function, or use torch.no_grad()"
                 )
     for node in gm.graph.nodes:
-        if _packet(node) is _COLLECTIVES.wait_tensor and _packet(node.args[0]) is not _COLLECTIVES.all_reduce:
+        if operator_of(node) is _COLLECTIVES.wait_tensor and operator_of(node.args[0]) is not _COLLECTIVES.all_reduce:
             raise NotImplementedError(
                 "ExpertParallel, or another collective than all-reduce, in what thunderfx compiles: Thunder 0.2.6 does"
                 " not wait for it; wanted TensorParallel(), or inductor"
@@ -109,11 +109,6 @@ def _compile(compiler: Any, gm: fx.GraphModule, inputs: Sequence[Any]) -> Callab
         parts = {function.compiled_fn: part.graph for part, function in functions}
         return _separated(cast(fx.GraphModule, compiled), parts)
     return compiled
-
-
-def _packet(node: fx.Node) -> Any:
-    """Return what a node calls, without the overload of an operator."""
-    return getattr(node.target, "overloadpacket", node.target)
 
 
 def _may_change(node: fx.Node) -> bool:
@@ -266,7 +261,7 @@ def _replaced(old: fx.Node, new: Any, node: fx.Node) -> Any:
 
 def _taken_by_thunder(node: fx.Node) -> Any:
     """Return the target of a call as Thunder's splitter takes it: marked, where the executor has a lookaside for it."""
-    function: Any = _packet(node)
+    function: Any = operator_of(node)
     if calls(node, "grouped_mm"):
         named = given(node)
         function = torch._grouped_mm if function is torch.ops.aten._grouped_mm else function

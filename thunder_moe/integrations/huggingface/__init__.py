@@ -1,5 +1,5 @@
-"""transformers models: experts modules, checkpoints, the quantizer of `from_pretrained`. Only here is it imported.
-Run by the first import of one of its modules: the one check that transformers is there, and new enough.
+"""transformers models: experts modules, checkpoints, the quantizer of `from_pretrained`. Only this folder imports it.
+Run by the first import of a module of this folder; calls transformers for its version, and nothing of ours.
 """
 
 try:

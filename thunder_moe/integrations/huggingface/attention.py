@@ -1,6 +1,6 @@
 """transformers' attention implementation "thunder_moe_sdpa": masked attention without copies of keys and values.
 Called by transformers, once quantizer has imported it; calls torch's scaled_dot_product_attention, transformers'
-"sdpa", kernels/attention.py, and compilers/dynamo/causal_masks.py.
+"sdpa", and kernels/attention.py.
 
 Legend: B batch, Hq query heads, Hkv key heads, G = Hq // Hkv heads of a group, Q new tokens, L keys, D width of a head.
 """
@@ -166,13 +166,15 @@ def _grouped(
     query: Tensor, key: Tensor, value: Tensor, mask: Any, dropout: float, scaling: float | None
 ) -> Tensor | None:
     """Return (B, Hq, Q, Dv), without copies of keys and values; None where repeating them is as fast."""
-    (batch, heads, queries, _), key_heads = query.shape, key.shape[1]
+    (batch, heads, queries, width), key_heads = query.shape, key.shape[1]
     options: dict[str, Any] = dict(dropout_p=dropout, scale=scaling)
     if _cudnn_groups_heads(query, key, value, mask, dropout):
         return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, enable_gqa=True, **options)
     if not isinstance(queries, int) or queries > _MOST_QUERIES:  # torch.export: any number
         return None
-    rows, mask = _heads_as_rows(query, heads // key_heads), _mask_of_rows(mask, heads // key_heads, queries)
+    groups = heads // key_heads
+    rows = query.reshape(batch, key_heads, groups * queries, width)
+    mask = _mask_of_rows(mask, groups, queries)
     out = F.scaled_dot_product_attention(rows, key, value, attn_mask=mask, **options)
     return out.reshape(batch, heads, queries, value.shape[-1])
 
@@ -193,12 +195,6 @@ def _cudnn_groups_heads(query: Tensor, key: Tensor, value: Tensor, mask: Tensor,
 
 _constant: Any = torch.compiler.assume_constant_result
 _cudnn_groups_heads_of: Callable[..., bool] = _constant(cudnn_groups_heads_of)
-
-
-def _heads_as_rows(query: Tensor, groups: int) -> Tensor:
-    """Convert (B, Hq, Q, D) -> (B, Hkv, G * Q, D)"""
-    batch, heads, queries, width = query.shape
-    return query.reshape(batch, heads // groups, groups * queries, width)
 
 
 def _mask_of_rows(mask: Tensor, groups: int, queries: int) -> Tensor:

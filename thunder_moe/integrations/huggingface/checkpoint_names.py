@@ -1,4 +1,4 @@
-"""The two directions of a name: where checkpoints have a block of experts or a linear of a model, and the reverse.
+"""Translates names of experts and linears: from a model to checkpoints of its architecture, and back.
 Called by writing, lora_files and state_dicts, and by quantizer to read; calls transformers' conversions of weights.
 """
 

@@ -1,5 +1,5 @@
-"""`OtherMethods` and `OtherForward`: other methods for a module of transformers, in place and with a way back.
-Bases of `QuantizedModel`, `FusedRouter`, `FusedNorm` and Llama 4's routed layer and router; call accelerate_hooks.
+"""`OtherMethods`: other methods for a module of transformers, in place and with a way back.
+Base of `QuantizedModel`, `FusedRouter`, `FusedNorm` and Llama 4's routed layer and router; calls accelerate_hooks.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from torch import nn
 
 from thunder_moe.quantization.accelerate_hooks import set_class
 
-__all__ = ["OtherForward", "OtherMethods"]
+__all__ = ["OtherMethods"]
 
 
 class OtherMethods(nn.Module):
@@ -30,7 +30,7 @@ class OtherMethods(nn.Module):
     """
 
     own_class: type[nn.Module]
-    prefix = ""
+    prefix = "Fused"
     added: tuple[str, ...] = ()
 
     @classmethod
@@ -59,15 +59,8 @@ class OtherMethods(nn.Module):
             set_class(module, kind.own_class)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        bases = OtherMethods, OtherForward
-        methods = next(cls for cls in type(self).__mro__ if cls.__bases__[0] in bases)
+        methods = next(cls for cls in type(self).__mro__ if cls.__bases__[0] is OtherMethods)
         return _unpickled, (methods, self.own_class), *super().__reduce_ex__(protocol)[2:]
-
-
-class OtherForward(OtherMethods):
-    """Base of classes with another forward."""
-
-    prefix = "Fused"
 
 
 @functools.cache

@@ -1,4 +1,4 @@
-"""The configurations of the two ways in: `NVFP4CheckpointConfig` for packed checkpoints, `ThunderMoeConfig` for others.
+"""The configurations of both quantizers: `NVFP4CheckpointConfig` for packed checkpoints, `ThunderMoeConfig` for others.
 Made by users, and by transformers from dictionaries; read by quantizer and on_load; calls selection to check patterns.
 """
 
@@ -109,12 +109,12 @@ class ThunderMoeConfig(QuantizationConfigMixin):
         self.scale_search, self.layout = scale_search, layout
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns the configuration as JSON takes it, with the formats as pairs: transformers sorts keys there."""
+        """Return the configuration as JSON takes it, with the formats as pairs: transformers sorts keys there."""
         pairs = self.format if isinstance(self.format, str) else [[*pair] for pair in self.format.items()]
         return {**super().to_dict(), "format": pairs}
 
     def options(self) -> dict[str, Any]:
-        """Returns the options of `choose.choose_modules`."""
+        """Return the options of `choose.choose_modules`."""
         names = ("filter", "ignore", "linears", "format", "scale_search", "layout")
         return {name: getattr(self, name) for name in names}
 

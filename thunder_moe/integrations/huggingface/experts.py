@@ -1,5 +1,5 @@
-"""`NVFP4Experts`: the 4-bit (or MXFP8) form of the experts modules of Hugging Face models, of their weights or others.
-Called by families, quantizer, writing and users; calls implementation to run, forms for how the weights lie.
+"""`NVFP4Experts`: the 4-bit (or MXFP8) form of the experts modules of Hugging Face models, with given or own weights.
+Called by families, quantizer, writing and users; calls implementation to run, forms for the layout of the weights.
 Importing it registers the experts implementation "thunder_moe".
 
 Legend: T tokens, A = top_k, E experts, H hidden_size, I intermediate_size.
@@ -17,7 +17,6 @@ import torch
 from torch import Tensor, nn
 
 from thunder_moe.checkpoint.part import UNSHARDED, ExpertsPart
-from thunder_moe.formats.block_format import NVFP4
 from thunder_moe.formats.gate_up import deinterleave, interleave
 from thunder_moe.formats.weight import PackedWeight
 from thunder_moe.integrations.huggingface.forms import (
@@ -36,7 +35,7 @@ from thunder_moe.kernels.select import lay_out, quantize
 from thunder_moe.nn import NVFP4GroupedLinear
 from thunder_moe.nn.autocast import autocast_rows
 from thunder_moe.nn.lora import LoRALinear, NVFP4LoRAGroupedLinear
-from thunder_moe.nn.quantized import calls_only_its_class
+from thunder_moe.nn.quantized import calls_only_its_class, name_of_container
 from thunder_moe.ops.operator import operator_for
 from thunder_moe.quantization.accelerate_hooks import copy_hook
 from thunder_moe.quantization.families import weight_key
@@ -218,8 +217,7 @@ class NVFP4Experts(nn.Module):
             linear.process_part = (0, part.expert_rank, part.expert_ranks) if whole_experts else by_features
 
     def _get_name(self) -> str:
-        """Return the name of the class with the number format, for the representation of a model."""
-        return type(self).__name__.replace(NVFP4.name.upper(), self.gate_up_proj.format_name.upper())
+        return name_of_container(self)
 
     def extra_repr(self) -> str:
         return f"{self.experts_class.__name__}, {self.gate_up_proj.num_experts} experts, {self.form}"

@@ -1,4 +1,4 @@
-"""The expert families of transformers' models: their experts interface, and Llama 4's layer, which has to route.
+"""The expert families of transformers' models: the experts interface, and Llama 4, whose layer is made to route.
 Called by quantization through its families, and by quantizer and on_load; calls experts and forms, and llama4
 where needed.
 """

@@ -191,7 +191,7 @@ def _run_trained(module: Any, hidden: Tensor, ids: Tensor, slot_weight: Tensor, 
 
 
 def _check_backend() -> None:
-    """Runs while dynamo traces: ValueError unless the backend "thunder_moe" is going to get the graph."""
+    """Raise a ValueError, while dynamo traces, unless the backend "thunder_moe" is going to get the graph."""
     output = torch._dynamo.symbolic_convert.InstructionTranslator.current_tx().output
     name = getattr(output.compiler_fn, "_compiler_name", None)
     if name not in ("thunder_moe", "thunder_moe_backend"):

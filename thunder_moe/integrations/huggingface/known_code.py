@@ -14,7 +14,7 @@ from torch import nn
 
 from thunder_moe.quantization.replaceable import has_own_forward
 
-__all__ = ["NEWEST", "key", "names", "origin", "runs_class_forward", "tell", "unknown_version"]
+__all__ = ["NEWEST", "key", "names", "origin", "runs_class_forward", "tell", "tell_decision", "unknown_version"]
 
 NEWEST = (5, 24)  # of transformers that the rows were compared with; its minor versions change what classes compute
 _LOGGER = logging.getLogger("thunder_moe")
@@ -57,6 +57,13 @@ def unknown_version(since: tuple[int, int] = (5, 7)) -> str | None:
     if since <= (int(major), int(minor)) <= NEWEST:
         return None
     return "in transformers {}.{} to {}.{} alone".format(*since, *NEWEST)
+
+
+def tell_decision(kind: str, cls: type, operator: str, form: Any, why: str | None) -> None:
+    """Log whether modules of a class run an operator in a form; `why` is the `unknown_version` that forbids it."""
+    does = "keeps its own operations" if form is None else f"runs {operator}, {form}"
+    does += f", slower in eager code: {operator} is known to equal it {why}" if why else ""
+    tell(f"{kind} {cls.__name__} {does}", logging.WARNING if why else logging.INFO)
 
 
 @functools.cache

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.models.llama4.modeling_llama4 import Llama4Router, Llama4TextMoe
 
-from thunder_moe.integrations.huggingface.class_swap import OtherForward
+from thunder_moe.integrations.huggingface.class_swap import OtherMethods
 from thunder_moe.integrations.huggingface.forms import alpha_of
 from thunder_moe.integrations.huggingface.routers import RowOrders, is_one_operator
 from thunder_moe.nn import Llama4MoE, Llama4MoEConfig
@@ -32,7 +32,7 @@ __all__ = [
 Moe = TypeVar("Moe", bound=Llama4MoE)
 
 
-class RoutedLlama4Router(OtherForward, Llama4Router):
+class RoutedLlama4Router(OtherMethods, Llama4Router):
     """`Llama4Router` with a method for a `RoutedLlama4TextMoe`: its choice, or all of it, is one operator."""
 
     own_class, added = Llama4Router, ("row_orders",)
@@ -52,7 +52,7 @@ class RoutedLlama4Router(OtherForward, Llama4Router):
         return scores, logits, ids
 
 
-class RoutedLlama4TextMoe(OtherForward, Llama4TextMoe):
+class RoutedLlama4TextMoe(OtherMethods, Llama4TextMoe):
     """`Llama4TextMoe` that calls its experts as other models do: with (T, H), top_k_index and top_k_weights (T, A)."""
 
     own_class = Llama4TextMoe

@@ -1,4 +1,4 @@
-"""`PackedQuantizer`: what the two ways in have in common, and what transformers asks of a quantizer after the load.
+"""`PackedQuantizer`: what both quantizers do around a load, and their answers to transformers' questions after it.
 Base of NVFP4CheckpointQuantizer (quantizer) and ThunderMoeQuantizer (on_load); calls sharding and saving.
 
 Pipeline: transformers makes the skeleton on "meta" -> `prepare` -> transformers loads -> `finish`.

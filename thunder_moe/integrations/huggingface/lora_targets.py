@@ -1,5 +1,5 @@
 """List the 4-bit linears of a model that can have adapters, and the names that PEFT and its files have for them.
-Called by huggingface.lora, lora_files and saving; calls nothing of PEFT.
+Called by huggingface.lora, lora_files and saving; calls finetune.lora, and nothing of PEFT.
 """
 
 from __future__ import annotations
@@ -60,8 +60,8 @@ def targets(model: nn.Module) -> list[Target]:
     found, dense = [], []
     for name, module in model.named_modules():
         if isinstance(module, NVFP4Experts):
-            form, attributes = module.form, vars(module)
-            swapped = form.transposed and not attributes.get("is_transposed", getattr(module, "is_transposed", False))
+            form = module.form
+            swapped = form.transposed and not getattr(module, "is_transposed", False)
             for parameter in ("gate_up_proj" if form.gated else "up_proj", "down_proj"):
                 own = parameter if parameter == "down_proj" else "gate_up_proj"
                 interleaved = form.interleaved and own == "gate_up_proj"

@@ -10,7 +10,6 @@ Legend: ... any leading dimensions, H hidden_size.
 
 from __future__ import annotations
 
-import logging
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -18,8 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from thunder_moe.integrations.huggingface.class_swap import OtherForward
-from thunder_moe.integrations.huggingface.known_code import key, runs_class_forward, tell, unknown_version
+from thunder_moe.integrations.huggingface.class_swap import OtherMethods
+from thunder_moe.integrations.huggingface.known_code import key, runs_class_forward, tell_decision, unknown_version
 from thunder_moe.integrations.huggingface.norm_table import NORMS
 from thunder_moe.integrations.huggingface.routers import OWN_STATE, is_setting, settings_of
 from thunder_moe.nn.autocast import autocast_dtype
@@ -61,7 +60,7 @@ class NormCall:
         return F.rms_norm(x, weight.shape, weight, self.epsilon)
 
 
-class FusedNorm(OtherForward):
+class FusedNorm(OtherMethods):
     """Run torch's rms_norm in the place of a norm's own forward, where it is known to compute the same."""
 
     added = ("norm_call",)
@@ -131,7 +130,5 @@ def _call_of(norm: nn.Module) -> NormCall | None:
         why = unknown_version(kind.since)
         if why is None and isinstance(epsilon, float) and weight.ndim == 1:
             call = NormCall(epsilon, kind.rounds_first, settings_of(norm))
-    does = "keeps its own operations" if call is None else f"runs rms_norm, {call}"
-    does += f", slower in eager code: rms_norm is known to equal it {why}" if why else ""
-    tell(f"norm {cls.__name__} {does}", logging.WARNING if why else logging.INFO)
+    tell_decision("norm", cls, "rms_norm", call, why)
     return call

@@ -130,7 +130,7 @@ class _Load(ConversionOps):
             unit = _Unit(model, [(member, chosen[member]) for member in together], run)
             # What is not certain, or not of the dtype that transformers is going to load it in, is quantized later.
             ahead = not tied.intersection(unit.waiting) and all(places[member] == 1 for member in together)
-            if ahead and all(parameter.dtype == dtype for parameter in unit.parameters()):
+            if ahead and all(module.get_parameter(name).dtype == dtype for module, name in unit.waiting.values()):
                 self.units |= dict.fromkeys(unit.waiting, unit)
 
     def device(self, name: str) -> torch.device:
@@ -210,11 +210,6 @@ class _Unit:
             for name in names:
                 if module._parameters.get(name) is not None:
                     self.waiting[f"{place.name}.{name}"] = module, name
-
-    def parameters(self) -> list[nn.Parameter]:
-        return [
-            parameter for module, name in self.waiting.values() if (parameter := module._parameters[name]) is not None
-        ]
 
     @torch.inference_mode(False)
     @torch.no_grad()

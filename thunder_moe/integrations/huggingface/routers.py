@@ -10,7 +10,6 @@ Legend: T tokens, A = top_k, E experts, H hidden_size.
 
 from __future__ import annotations
 
-import logging
 import operator
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields
@@ -20,8 +19,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from thunder_moe.integrations.huggingface.class_swap import OtherForward
-from thunder_moe.integrations.huggingface.known_code import key, runs_class_forward, tell, unknown_version
+from thunder_moe.integrations.huggingface.class_swap import OtherMethods
+from thunder_moe.integrations.huggingface.known_code import key, runs_class_forward, tell_decision, unknown_version
 from thunder_moe.integrations.huggingface.router_table import ROUTERS, RouterKind
 from thunder_moe.kernels.batch_invariance import is_batch_invariant
 from thunder_moe.nn.autocast import autocast_dtype
@@ -185,7 +184,7 @@ def _takes_16_bits(hidden_TH: Tensor, weight: Tensor) -> bool:
     return hidden_TH.dtype == weight.dtype and hidden_TH.dtype in (torch.bfloat16, torch.float16)
 
 
-class FusedRouter(OtherForward):
+class FusedRouter(OtherMethods):
     """Run `moe_router` in the place of a router's own forward, where it is known to compute the same."""
 
     added = ("router_call", "router_options", "row_orders")
@@ -271,9 +270,7 @@ def fused_call(router: nn.Module) -> RouterCall | None:
     if kind is not None and plain and runs_class_forward(router):
         why = unknown_version(kind.since)
         form = kind.form(router) if why is None else None
-    does = "keeps its own operations" if form is None else f"runs moe_router, {form}"
-    does += f", slower in eager code: moe_router is known to equal it {why}" if why else ""
-    tell(f"router {type(router).__name__} {does}", logging.WARNING if why else logging.INFO)
+    tell_decision("router", type(router), "moe_router", form, why)
     return None if form is None or kind is None else RouterCall(form, kind, settings_of(router))
 
 

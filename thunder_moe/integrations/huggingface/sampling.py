@@ -1,5 +1,6 @@
 """Chooses tokens from logits on their device: transformers' logits processors and sampling, without a synchronization.
-Called by generation, in the loop and inside its CUDA graphs; calls plain torch.
+Called by generation, in the loop and inside its CUDA graphs; calls transformers' processors that never wait for the
+GPU, and plain torch in place of the others.
 
 Legend: B texts, V vocabulary.
 """
@@ -97,43 +98,9 @@ def choice_of(logits_processor: Any, config: Any) -> Choice | str:
     return Choice(tuple(processes), bool(config.do_sample), ends, pad, history, tuple(settings))
 
 
-def _temperature(processor: Any) -> Any:
-    value = float(processor.temperature)
-    return lambda scores, state: scores / value, value
-
-
-def _top_k(processor: Any) -> Any:
-    k = int(processor.top_k)
-
-    def process(scores: Tensor, state: State) -> Tensor:
-        least = scores.topk(min(k, scores.shape[-1])).values[..., -1:]
-        return scores.masked_fill(scores < least, float(processor.filter_value))
-
-    return process, k, float(processor.filter_value)
-
-
-def _top_p(processor: Any) -> Any:
-    top_p, least = float(processor.top_p), int(processor.min_tokens_to_keep)
-
-    def process(scores: Tensor, state: State) -> Tensor:
-        ascending, order = scores.sort(descending=False)
-        removed = ascending.softmax(-1).cumsum(-1) <= 1 - top_p
-        removed[..., -least:] = False
-        return scores.masked_fill(removed.scatter(1, order, removed), float(processor.filter_value))
-
-    return process, top_p, least, float(processor.filter_value)
-
-
-def _min_p(processor: Any) -> Any:
-    min_p, least = float(processor.min_p), int(processor.min_tokens_to_keep)
-
-    def process(scores: Tensor, state: State) -> Tensor:
-        probs = scores.softmax(-1)
-        removed = probs < min_p * probs.amax(-1, keepdim=True)
-        order = scores.topk(min(least, scores.shape[-1])).indices
-        return scores.masked_fill(removed.scatter(1, order, False), float(processor.filter_value))
-
-    return process, min_p, least, float(processor.filter_value)
+def _of_scores(processor: Any) -> Any:
+    """Return a processor that reads the scores alone, without a synchronization, and its settings."""
+    return lambda scores, state: processor(None, scores), *vars(processor).values()
 
 
 def _repetition(processor: Any) -> Any:
@@ -145,8 +112,9 @@ def _repetition(processor: Any) -> Any:
     return process, penalty
 
 
-def _least_length(length: int, ends: list[int]) -> _Process:
-    """Return a process that forbids the end of a text before so many tokens."""
+def _least_length(length: int, processor: Any) -> Any:
+    """Return a process that forbids the end of a text before so many tokens, and its settings."""
+    ends = processor.eos_token_id.flatten().tolist()
 
     def process(scores: Tensor, state: State) -> Tensor:
         early = state.length < length
@@ -155,25 +123,22 @@ def _least_length(length: int, ends: list[int]) -> _Process:
             scores[:, end].masked_fill_(early, -float("inf"))
         return scores
 
-    return process
+    return process, length, *ends
 
 
 def _min_length(processor: Any) -> Any:
-    length, ends = int(processor.min_length), processor.eos_token_id.flatten().tolist()
-    return _least_length(length, ends), length, *ends
+    return _least_length(int(processor.min_length), processor)
 
 
 def _min_new_tokens(processor: Any) -> Any:
-    length = int(processor.prompt_length_to_skip) + int(processor.min_new_tokens)
-    ends = processor.eos_token_id.flatten().tolist()
-    return _least_length(length, ends), length, *ends
+    return _least_length(int(processor.prompt_length_to_skip) + int(processor.min_new_tokens), processor)
 
 
 _KNOWN: dict[type, Callable[[Any], Any]] = {
-    processors.TemperatureLogitsWarper: _temperature,
-    processors.TopKLogitsWarper: _top_k,
-    processors.TopPLogitsWarper: _top_p,
-    processors.MinPLogitsWarper: _min_p,
+    processors.TemperatureLogitsWarper: _of_scores,
+    processors.TopKLogitsWarper: _of_scores,
+    processors.TopPLogitsWarper: _of_scores,
+    processors.MinPLogitsWarper: _of_scores,
     processors.RepetitionPenaltyLogitsProcessor: _repetition,
     processors.MinLengthLogitsProcessor: _min_length,
     processors.MinNewTokensLengthLogitsProcessor: _min_new_tokens,

@@ -46,6 +46,8 @@ _WEIGHTS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors|" + re.escape(INDEX
 class QuantizedModel(OtherMethods):
     """The methods of a transformers model that holds 4-bit modules, or weights that `prepare_qat_` has prepared."""
 
+    prefix = ""
+
     def save_pretrained(
         self: Any,
         save_directory: str | os.PathLike[str],

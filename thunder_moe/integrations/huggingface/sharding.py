@@ -114,8 +114,8 @@ def cut_(experts: NVFP4Experts, part: ExpertsPart, mesh: Any = None) -> None:
             " expert parallelism: ep_size"
         )
     own, parts, size = part.experts(first.num_experts), 2 if form.gated else 1, second.format.block_size
-    whole = part.features(second.in_features, size) == slice(0, second.in_features)
-    rows = [slice(None)] if whole else part.rows(first.out_features, parts)
+    part.features(second.in_features, size)  # the shares have whole blocks
+    rows = part.rows(first.out_features, parts)
     first.narrow_(0, part.expert_rank, part.expert_ranks)
     first.narrow_(1, part.feature_rank, part.feature_ranks, parts)
     second.narrow_(0, part.expert_rank, part.expert_ranks)

@@ -10,10 +10,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from transformers.utils import output_capturing
+from transformers.utils.output_capturing import CompileableContextVar as _Variable
 
 __all__ = ["LOOKASIDES"]
 
-_variable = getattr(output_capturing, "CompileableContextVar", None)
-_methods = [getattr(_variable, name, None) for name in ("get", "set", "reset")]
-LOOKASIDES: dict[Any, Any] = {method: method for method in _methods if method is not None}
+LOOKASIDES: dict[Any, Any] = {method: method for method in (_Variable.get, _Variable.set, _Variable.reset)}

@@ -1,4 +1,4 @@
-"""The one way out: writes a transformers model with packed weights in ModelOpt's form, by its names in checkpoints.
+"""Writes a transformers model with packed weights in ModelOpt's form, by its names in checkpoints.
 Called by checkpoint (`save_checkpoint`) and saving (`save_pretrained`); calls thunder_moe.checkpoint.write_checkpoint.
 
 All processes that share a model call this. Each has the experts of one layer whole at a time; 16-bit weights are
