@@ -63,6 +63,7 @@ class GemmSpec:
         slot_scale: the dtype of that operand; None for no operand.
         bias: the dtype of that operand; None for no operand.
         activation: fused into the GEMM; None for the GEMM alone.
+        batch_invariant: True if the order of a row's sums must not depend on the number of rows.
     """
 
     rows: int
@@ -76,6 +77,7 @@ class GemmSpec:
     slot_scale: torch.dtype | None = None
     bias: torch.dtype | None = None
     activation: SwiGLUConfig | None = None
+    batch_invariant: bool = False
 
     @property
     def features(self) -> int:
@@ -105,6 +107,7 @@ class ExpertsSpec:
         sorted: True if the order of the rows is given.
         weight_on_input: True if the routing weights multiply the experts' input, not their output.
         summed: False for the rows (M, H) before the sum.
+        batch_invariant: as in `GemmSpec`.
     """
 
     tokens: int
@@ -124,6 +127,7 @@ class ExpertsSpec:
     sorted: bool = False
     weight_on_input: bool = False
     summed: bool = True
+    batch_invariant: bool = False
 
     @property
     def rows(self) -> int:
@@ -136,6 +140,7 @@ class ExpertsSpec:
         return GemmSpec(
             self.rows, self.num_experts, 2 * self.intermediate_size, self.hidden_size, self.dtype, self.gate_up,
             self.target, self.top_k, self.weights if self.weight_on_input else None, self.gate_up_bias, self.activation,
+            self.batch_invariant,
         )  # fmt: skip
 
     @property
@@ -143,7 +148,7 @@ class ExpertsSpec:
         """Return the second GEMM."""
         return GemmSpec(
             self.rows, self.num_experts, self.hidden_size, self.intermediate_size, self.dtype, self.down, self.target,
-            bias=self.down_bias,
+            bias=self.down_bias, batch_invariant=self.batch_invariant,
         )  # fmt: skip
 
 

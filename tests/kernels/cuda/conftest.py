@@ -12,7 +12,8 @@ fast set has of each source of kernels:
 - routers: one block, several blocks, groups of experts, 16-bit logits, ties and NaN, the linear layer in one kernel;
 - training: activations, biases, each kind of product (any dtype, mma, wgmma) forwards, transposed and for weights;
 - adapters: product, gradients of rows and of weights, gather; the quantizer and the dequantizer byte for byte;
-- whole layers and operators: equal to their parts, and to their first call.
+- whole layers and operators: equal to their parts, and to their first call;
+- the batch-invariant mode: a dense layer, a router, equal bits of configurations, the configurations of all shapes.
 
 Each dtype occurs in it, not with each kernel. The slow set has the pairwise tables of configurations, sizes and dtypes,
 kernels with a wait removed (test_layer.py), and NVRTC for every compute capability (test_nvrtc.py).

@@ -5,10 +5,12 @@ Called by pytest; judged by decode_attention_cases.py.
 import pytest
 import torch
 from decode_attention_cases import CASES, make, oracle
+from emulated_gemms import emulate_device
 from fast_cases import others_slow
 from oracle import relative_error
 from pairwise import pairwise
 
+from thunder_moe import batch_invariant
 from thunder_moe.kernels.cuda import backend as cuda
 from thunder_moe.kernels.cuda import decode_attention as launches
 from thunder_moe.kernels.cuda import operators
@@ -59,6 +61,21 @@ def test_prefetch_gives_the_same_bits(device):
         results.append((operators.run("decode_attention", *tensors, **options), *tensors[3:5]))
     for one, other in zip(*results, strict=True):
         assert torch.equal(one, other)
+
+
+def test_batch_invariant(device, monkeypatch):
+    """A text has the same bits alone. Outside of the mode 8 and 2 blocks would share the keys of a head."""
+    if torch.device(device).type == "cpu":
+        emulate_device(monkeypatch, 64)
+    *tensors, epsilon, scale = make(device, torch.float16, 5, 32, 4, 128, 200)
+
+    def attend(texts):
+        some = [each if each is None or each.shape[0] != 5 else each[texts].clone() for each in tensors]
+        return cuda.decode_attention(*some, epsilon, scale)
+
+    with batch_invariant():
+        alone = [attend(slice(text, text + 1)) for text in range(5)]
+        assert torch.equal(torch.cat(alone), attend(slice(None)))
 
 
 @pytest.mark.parametrize("position", [26, 39])  # the last row, which the rows behind it repeat

@@ -208,6 +208,7 @@ def test_configurations_by_rule_compile(kept, rows, swiglu, k, capability):
     configs = [cuda_configs._by_rule(point, swiglu, 132, capability)]
     if capability == (9, 0):
         configs.append(cuda_configs._by_rule_tiled(point).fitted(k))
+        configs.insert(0, cuda_configs._few_rows_in_order(point, swiglu, 132, "nvfp4"))
     for config, dtype in itertools.product(configs, DTYPES):
         found.add(gemm(config, dtype, swiglu, k, dtype == torch.float16, capability))
     of_mxfp8 = replace(configs[-1], format="mxfp8")

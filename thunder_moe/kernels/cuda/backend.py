@@ -26,6 +26,7 @@ from thunder_moe.formats.tiled_64x64 import scale_table
 from thunder_moe.formats.weight import PackedWeight, WeightOperands
 from thunder_moe.kernels import add_norm, reference
 from thunder_moe.kernels.arguments import dtype_code, pointer
+from thunder_moe.kernels.batch_invariance import is_batch_invariant
 from thunder_moe.kernels.cuda import chain, configs, nvrtc, operators, prefill, prepared
 from thunder_moe.kernels.cuda import router as routers
 from thunder_moe.kernels.cuda.arguments import (
@@ -184,6 +185,7 @@ def moe_experts(
         options = dict(
             weight_on_input=call.weight_on_input, gate_up_layout=call.gate_up.layout, down_layout=call.down.layout,
             expert_ranks=call.expert_ranks, summed=call.summed, configs=configs, **_form_options(call.form),
+            **_mode(),
         )  # fmt: skip
         fused: Tensor | None = operators.attempt(_name("moe_experts", call.gate_up), *args, **options)
         if fused is not None:
@@ -319,8 +321,10 @@ def linear_router(
     dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Route (T, H), (E, H) -> the results of `router`, and the logits (T, E), like `moe_linear_router`."""
-    if not routers.serves_linear((hidden.shape[0], weight.shape[0]), hidden.shape[1], form, hidden.dtype):
-        return routing.linear_router(hidden, weight, linear_bias, bias, form, logits_dtype, dtype, choose=router)
+    served = routers.serves_linear((hidden.shape[0], weight.shape[0]), hidden.shape[1], form, hidden.dtype)
+    if not served or is_batch_invariant():
+        given = hidden, weight, linear_bias, bias, form, logits_dtype, dtype
+        return routing.linear_router(*given, choose=router, logits_of=_router_logits)
     dtypes = dict(logits_dtype=logits_dtype, scores_dtype=dtype)
     options = {name: None if value == hidden.dtype else value for name, value in dtypes.items()} | vars(form)
     operands = aligned(hidden), aligned(weight), aligned_float(linear_bias), aligned_float(bias)
@@ -329,9 +333,23 @@ def linear_router(
     return results
 
 
+def _router_logits(hidden: Tensor, weight: Tensor, linear_bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """Return `routing.router_logits`, in the batch-invariant mode by the kernels of 16-bit and float32 weights.
+
+    These sum in the order of k for any number of rows (`training.grouped_mm`). A bias of 16 bits is then added to
+    rounded logits. Float32 logits of 16-bit rows take float32 products, without tensor cores.
+    """
+    if not is_batch_invariant() or hidden.shape[0] == 0:
+        return routing.router_logits(hidden, weight, linear_bias, dtype)
+    rows, experts = aligned(hidden.detach().to(dtype)), aligned(weight.detach().to(dtype))
+    ends = torch.full((1,), rows.shape[0], dtype=torch.int32, device=rows.device)
+    logits = prefill.multiply(rows, experts[None], ends, target(rows.device))
+    return logits if linear_bias is None else logits + linear_bias
+
+
 def decode_attention(*operands: Any) -> Tensor:
     """Attend with one new token per text (B, Hq, D) and write to the cache, like the operator `decode_attention`."""
-    tensors, options = operands[:11], dict(zip(("epsilon", "scale"), operands[11:], strict=True))
+    tensors, options = operands[:11], dict(zip(("epsilon", "scale"), operands[11:], strict=True)) | _mode()
     chain = operators.prepare("decode_attention", tensors, options)
     result: Tensor | None = None if chain is None else chain(*tensors, **options)
     if result is None:
@@ -346,6 +364,8 @@ def add_norm_mm(
     x: Tensor, residual: Tensor, norm_weight: Tensor, weight: PackedWeight, bias: Tensor | None, epsilon: float
 ) -> tuple[Tensor, Tensor]:
     """Add, normalize and multiply rows (M, K), like the operator `f16a_nvfp4weight_add_norm_scaled_mm`."""
+    if is_batch_invariant():  # the kernel of both splits K
+        return add_norm.add_norm_mm(x, residual, norm_weight, weight, bias, epsilon, mm=mm)
     codes, scale, global_scale, *_ = operands_of(weight)  # of the one group
     packed = WeightOperands(codes[0], scale[0], None if global_scale is None else global_scale[0], weight.format)
     operands = aligned(x), aligned(residual), aligned(norm_weight), packed, aligned_float(bias)
@@ -370,6 +390,9 @@ def add_norm_linear_router(
     dtype: torch.dtype,
 ) -> tuple[Tensor, ...]:
     """Add, normalize and route (T, H), (E, H), like the operator `add_norm_linear_router`."""
+    parts = x, residual, norm_weight, norm_epsilon, weight, linear_bias, bias, form, logits_dtype, dtype
+    if is_batch_invariant():  # the kernel of both serves few rows
+        return add_norm.add_norm_linear_router(*parts, linear_router=linear_router)
     dtypes = dict(logits_dtype=logits_dtype, scores_dtype=dtype)
     options = {name: None if value == x.dtype else value for name, value in dtypes.items()} | vars(form)
     options["norm_epsilon"] = norm_epsilon
@@ -378,7 +401,6 @@ def add_norm_linear_router(
     if results is not None:
         return results
     _warn_of_parts("add_norm_linear_router", operands, options)
-    parts = x, residual, norm_weight, norm_epsilon, weight, linear_bias, bias, form, logits_dtype, dtype
     return add_norm.add_norm_linear_router(*parts, linear_router=linear_router)
 
 
@@ -457,7 +479,8 @@ def launch_per_block(
 def _prefill_strategy(weight: PackedWeight, rows: int) -> str | None:
     """Return the conversion of a weight that so many rows are multiplied by, as `prefill.strategy`, or None."""
     capability = target(weight.device).capability
-    return prefill.strategy(weight.layout, weight.shape, weight.format.name, rows, capability)
+    shape, format = weight.shape, weight.format.name
+    return prefill.strategy(weight.layout, shape, format, rows, capability, is_batch_invariant())
 
 
 def _for_rows(weight: WeightT, rows: int, config: GemmConfig | None = None) -> WeightT:
@@ -477,10 +500,17 @@ def _run(
 ) -> Tensor:
     """Return the result of an operator of packed weights."""
     options: dict[str, Any] = dict(layout=weight.layout, **({} if form is None else _form_options(form)))
+    if not name.endswith("dgrad"):
+        options |= _mode()
     if config is not None:
         options["config"] = config
     result: Tensor = operators.run(_name(name, weight), *args, **options)
     return result
+
+
+def _mode() -> dict[str, bool]:
+    """Return the option of chains that are batch-invariant, in that mode."""
+    return dict(batch_invariant=True) if is_batch_invariant() else {}
 
 
 def _form_options(form: SwiGLUConfig) -> dict[str, float | None]:

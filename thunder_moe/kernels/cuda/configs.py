@@ -35,6 +35,7 @@ __all__ = [
     "candidates",
     "choose_config",
     "dense_candidates",
+    "invariant_parts",
     "most_shared_bytes",
 ]
 
@@ -66,6 +67,10 @@ _TILED_WGMMA_SMALL = (
 )  # fmt: skip
 _TILED_WGMMA_LARGE = ((1, 2, 1), (1, 2, 2), (1, 3, 1), (1, 3, 2), (2, 2, 1))
 _TILED_WGMMA_SUMS = {2: 44, 3: 24, 4: 12}
+# For "tiled_wgmma" in the batch-invariant mode: the mean rows of an expert up to which tiles have 16 tokens, and then
+# blocks of 64 weight rows of a warpgroup, warpgroups.
+_FEW_IN_ORDER = 4
+_IN_ORDER_SHAPES = ((1, 1), (1, 2), (1, 3), (1, 4), (2, 1), (2, 2), (2, 3))
 # For "tiled_cluster": warpgroups along N and K, blocks of 64 k of each per stage; the most blocks of 8 tokens that
 # registers hold, by warpgroups; clusters of 1, 2, ... blocks that run at once on the 132 multiprocessors of an H200.
 _TILED_CLUSTER_SPLITS = (
@@ -134,6 +139,24 @@ class GemmConfig:
     def layout(self) -> str:
         """Return the layout of weights that the kernel reads."""
         return TILED if self.kernel.startswith("tiled") else LINEAR
+
+    @property
+    def parts_of_k(self) -> int:
+        """Return the number of equal parts of K whose sums are added at the end, 0 for kernels of another order.
+
+        All configurations of a layout with the same number add the products of a row in the same order.
+        "tiled_wgmma" whose blocks share no tiles, and "tiled_cluster" with one warpgroup along K: a warpgroup
+        multiplies 64 features by a part, 16 k at a time from the first on, into one accumulator in the tensor core;
+        clusters then add the parts in their order. Blocks of tokens and of weight rows, stages and warpgroups along N
+        only say which features and tokens it takes. "split" with one warp along K, and "staged": a warp does so, 128 k
+        at a time, in the order of k of `multiply` in grouped_mm.cuh. All end in `store` of that header. "wgmma" and
+        "tiled_mma" have other orders within 128 k and 64 k.
+        """
+        if self.kernel == "tiled_wgmma":
+            return int(not self.stream_k)
+        if self.kernel not in ("split", "staged", "tiled_cluster") or self.warps_k > 1:
+            return 0
+        return self.splits
 
     @property
     def threads(self) -> int:
@@ -269,7 +292,8 @@ def choose_config(spec: GemmSpec) -> GemmConfig:
     """Return the configuration of the nearest measured point, or one by rule on devices without any.
 
     A single weight of a shape that was not measured takes clusters by an estimate: the number of its tiles that run at
-    once decides, and a near shape may differ in that.
+    once decides, and a near shape may differ in that. A batch-invariant GEMM takes a configuration with the
+    `invariant_parts` of K.
     """
     rows, num_experts, features, k = spec.rows, spec.num_experts, spec.features, spec.k
     swiglu, capability = spec.activation is not None, spec.target.capability
@@ -277,14 +301,19 @@ def choose_config(spec: GemmSpec) -> GemmConfig:
     live = max(min(rows, num_experts), 1)
     point = Point(live, max(rows, 1) / live, features, k)
     measured = [entry for entry in _measured(capability, swiglu, layout, format) if entry[1].serves(num_experts, k)]
+    parts = invariant_parts(spec) if spec.batch_invariant else 0
+    if parts:
+        measured = [entry for entry in measured if entry[1].parts_of_k == parts and layout == TILED]
     alone = num_experts == 1 and not swiglu and layout == TILED and capability == (9, 0) and rows <= _MAX_CLUSTER_ROWS
     clusters = [at for at, config in measured if config.kernel == "tiled_cluster"]
-    if alone and not any(at.features == features and at.k == k for at in clusters):
-        cluster = _fastest_cluster(-(-max(rows, 1) // 8) * 8, features, k, format)
+    if parts > 1 or (alone and (parts or not any(at.features == features and at.k == k for at in clusters))):
+        cluster = _fastest_cluster(-(-max(rows, 1) // 8) * 8, features, k, format, parts)
         if cluster is not None:
             return cluster
         # More tiles than run at once: only kernels whose blocks take several tiles in turn.
         measured = [entry for entry in measured if entry[1].kernel != "tiled_cluster"]
+    if parts and layout == TILED and point.rows <= (_FEW_IN_ORDER if measured else 16):
+        return _few_rows_in_order(point, swiglu, spec.target.multiprocessors, format)
     if measured:
         # If one tile held an expert's rows in the measurement, it should here, too: a second one reads the weights
         # again. Every warp along K should have work. Clusters that ran at once there should do so here. With many rows
@@ -302,7 +331,19 @@ def choose_config(spec: GemmSpec) -> GemmConfig:
         return min(order, key=lambda entry: entry[:2])[2].fitted(k)
     if layout == TILED:
         return replace(_by_rule_tiled(point), format=format).fitted(k)
-    return replace(_by_rule(point, swiglu, spec.target.multiprocessors, capability), format=format)
+    return replace(_by_rule(point, swiglu, spec.target.multiprocessors, capability, parts == 1), format=format)
+
+
+def invariant_parts(spec: GemmSpec) -> int:
+    """Return the parts of K of a batch-invariant GEMM, which depend on the weight alone.
+
+    Two for a single weight with so few features that blocks of 64 of them leave multiprocessors without work. By the
+    estimate of `_cluster_time`, us at 8 and 128 rows with one part, two, and the fastest number: (2048, 4096) 9.3, 6.4,
+    5.2 and 11.9, 8.0, 8.0; (4096, 14336) 28.0, 17.7, 15.0 and 37.1, 28.0, 27.7.
+    """
+    alone = spec.num_experts == 1 and spec.activation is None and spec.weight.layout == TILED
+    few = -(-spec.n // 64) <= _CLUSTERS[1] and spec.k >= 1024 and spec.k % 256 == 0
+    return 2 if alone and few else 1
 
 
 def most_shared_bytes(capability: tuple[int, int]) -> int:
@@ -343,26 +384,38 @@ def dense_candidates(
     return found
 
 
-def _cluster_candidates(rows: int, n: int, k: int, format: str) -> Iterator[GemmConfig]:
-    """Return the configurations whose blocks all run at once."""
+def _cluster_candidates(rows: int, n: int, k: int, format: str, parts: int = 0) -> Iterator[GemmConfig]:
+    """Return the configurations whose blocks all run at once.
+
+    With `parts`, the configurations with as many `parts_of_k`; if these are several, which have no other kernel, also
+    those whose blocks run in turns.
+    """
     least = next((c for c in _TILED_CLUSTER_TOKENS if 8 * c >= rows), 0)
-    tokens = {least, *(c for c in (8, 12, 16, 24) if 8 * c < rows <= 512)} - {0}
+    tokens = {least, *(c for c in (8, 12, 16, 24) if 8 * c < rows and (rows <= 512 or parts > 1))} - {0}
     for c, (warps_n, warps_k, depth), splits in itertools.product(sorted(tokens), _TILED_CLUSTER_SPLITS, range(1, 9)):
         # Few tokens want deep stages; many tokens leave no room for them.
         deep = (2 if c < 12 else 1) <= warps_k * depth <= (8 if c <= 4 else 4)
         if not deep or c > _TILED_CLUSTER_SUMS[format][warps_n * warps_k]:
             continue
         config = GemmConfig("tiled_cluster", c, 1, warps_n, warps_k, depth, splits=splits, format=format)
-        if config.clusters(Point(1, rows, n, k)) > _CLUSTERS[splits - 1]:
+        if parts <= 1 and config.clusters(Point(1, rows, n, k)) > _CLUSTERS[splits - 1]:
+            continue
+        # Above so many sums ptxas serializes the products (its warning C7512).
+        if parts and (config.parts_of_k != parts or k % (64 * depth * splits) != 0 or c * warps_n > 48):
             continue
         if config.stages >= _TILED_CLUSTER_STAGES[format] and config.fitted(k) == config and config.serves(1, k):
             yield config
 
 
 @functools.lru_cache(maxsize=4096)
-def _fastest_cluster(rows: int, n: int, k: int, format: str) -> GemmConfig | None:
+def _fastest_cluster(rows: int, n: int, k: int, format: str, parts: int = 0) -> GemmConfig | None:
     """Return the candidate of `_cluster_candidates` with the least estimated time; None without one."""
-    return min(_cluster_candidates(rows, n, k, format), key=lambda config: _cluster_time(config, n, k), default=None)
+
+    def time(config: GemmConfig) -> float:
+        turns = -(-config.clusters(Point(1, rows, n, k)) // _CLUSTERS[config.splits - 1])
+        return turns * _cluster_time(config, n, k)
+
+    return min(_cluster_candidates(rows, n, k, format, parts), key=time, default=None)
 
 
 def _cluster_time(config: GemmConfig, n: int, k: int) -> float:
@@ -424,9 +477,24 @@ def _by_rule_tiled(point: Point) -> GemmConfig:
     return GemmConfig("tiled_wgmma", blocks, row_blocks=2, warps_n=2, warps_k=1, depth=2 if blocks <= 12 else 1)
 
 
-def _by_rule(point: Point, swiglu: bool, multiprocessors: int, capability: tuple[int, int]) -> GemmConfig:
+def _few_rows_in_order(point: Point, swiglu: bool, multiprocessors: int, format: str) -> GemmConfig:
+    """Return the "tiled_wgmma" for few rows per expert whose blocks take the least time by the estimate of
+    `_cluster_time`, in as many rounds as the device needs."""
+    found = []
+    for (r, groups), depth in itertools.product(_IN_ORDER_SHAPES, (4, 2, 1)):
+        config = GemmConfig("tiled_wgmma", 2, r, groups, 1, depth, format=format).fitted(point.k)
+        if config.stages >= 3 and (r == 2 or not swiglu):
+            rounds = -(-point.live * -(-point.features // config.tile_features(swiglu)) // multiprocessors)
+            unit = 0.0359 + 0.0058 * config.token_blocks + 0.0437 / groups + 0.0285 / min(config.depth, 4)
+            found.append((rounds * r * groups * unit, config))
+    return min(found, key=lambda entry: entry[0])[1]
+
+
+def _by_rule(
+    point: Point, swiglu: bool, multiprocessors: int, capability: tuple[int, int], in_order: bool = False
+) -> GemmConfig:
     """Choose by the rows per expert and the warps that fill the device; this estimate was not measured."""
-    if capability == (9, 0) and point.rows > 32:
+    if capability == (9, 0) and point.rows > 32 and not in_order:
         return GemmConfig("wgmma", 8 if point.rows <= 96 else 16, row_blocks=2, warps_n=2, warps_k=1, depth=4)
     if point.rows > 16:
         return GemmConfig("staged", 4 if point.rows <= 32 else 8, row_blocks=2, warps_n=8, warps_k=1, depth=3)
@@ -434,7 +502,7 @@ def _by_rule(point: Point, swiglu: bool, multiprocessors: int, capability: tuple
     # Split K over as many warps as it takes to keep about 16 warps busy on each multiprocessor, four chunks each.
     tiles = -(-point.features // 16) * point.live
     blocks = 1 if point.rows <= 8 else 2
-    warps_k = 1
-    while warps_k < 4 // blocks and tiles * warps_k < 16 * multiprocessors and 8 * warps_k * CHUNK <= point.k:
+    warps_k, most = 1, 1 if in_order else 4 // blocks
+    while warps_k < most and tiles * warps_k < 16 * multiprocessors and 8 * warps_k * CHUNK <= point.k:
         warps_k *= 2
     return GemmConfig("split", blocks, row_blocks, warps_n=4 // warps_k, warps_k=warps_k, depth=2)

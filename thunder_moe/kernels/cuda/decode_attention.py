@@ -28,6 +28,7 @@ _KEYS = 16  # of a tile
 # 16.4, because clusters of 4 that fill the device do not all run at once (1: 11.1). cuDNN's attention alone takes 9.3,
 # 10.2, 16.4, and 11.6.
 _MOST_SPLITS, _LONG_SPLITS, _LONG = 8, 16, 2048
+_INVARIANT_PAIRS = 16  # of a text and a key head, in the batch-invariant mode: clusters of 4 on an H100
 
 
 def unserved_reason(device: torch.device, dtype: torch.dtype, heads: int, key_heads: int, width: int) -> str | None:
@@ -44,8 +45,9 @@ def unserved_reason(device: torch.device, dtype: torch.dtype, heads: int, key_he
 
 
 def append_decode_attention(
-    chain: ChainBuilder, samples: Sequence[Any], places: Sequence[Any], epsilon: float, scale: float, prefetch: bool
-) -> None:
+    chain: ChainBuilder, samples: Sequence[Any], places: Sequence[Any], epsilon: float, scale: float, prefetch: bool,
+    batch_invariant: bool,
+) -> None:  # fmt: skip
     """Append the kernel, and declare its result (B, Hq, D) and the caches, which it writes.
 
     Args:
@@ -53,6 +55,7 @@ def append_decode_attention(
         samples: the operator's arguments, which the kernel serves.
         places: their addresses.
         epsilon, scale, prefetch: the operator's options.
+        batch_invariant: True if the blocks that share the keys of a text must not depend on the number of texts.
     """
     query, key, value, key_cache, _, _, mask, cos, *_ = samples
     (texts, heads, width), (key_heads, length) = query.shape, key_cache.shape[1:3]
@@ -60,7 +63,8 @@ def append_decode_attention(
     out = chain.result(query.shape, query.dtype)
     for place in places[3:5]:
         chain.result_in(place, key_cache.shape, query.dtype)
-    splits = _splits(texts * key_heads, length, target(query.device).multiprocessors)
+    pairs = _INVARIANT_PAIRS if batch_invariant else texts * key_heads
+    splits = _splits(pairs, length, target(query.device).multiprocessors)
     tiles = -(-groups // 8)
     strides = [each.stride(0) for each in (query, key, value)]
     strides += [0 if each is None or each.shape[0] < texts else each.stride(0) for each in (mask, cos)]

@@ -42,10 +42,11 @@ class NormOperands(NamedTuple):
 
 
 def serves_mm(spec: GemmSpec) -> bool:
-    """True if the kernel without a pipeline is to run a dense layer."""
+    """True if the kernel without a pipeline is to run a dense layer; in the batch-invariant mode it never is, since its
+    warps share K."""
     tiled = spec.weight.layout == TILED and spec.target.capability == (9, 0)
     few = 0 < spec.rows <= MOST_ROWS and spec.num_experts == 1 and spec.activation is None
-    return tiled and few and 0 < spec.n <= _MOST_COLUMNS and _warps(spec) <= _MOST_WARPS
+    return not spec.batch_invariant and tiled and few and 0 < spec.n <= _MOST_COLUMNS and _warps(spec) <= _MOST_WARPS
 
 
 def append_mm(

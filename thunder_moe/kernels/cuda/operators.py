@@ -188,7 +188,7 @@ def unserved_reason(spec: GemmSpec, rows: int | None = None) -> str | None:
         return f"blocks of layout {TILED!r} have rows of gate and of up: the activation is a kernel of its own"
     strategy = prefill.strategy(
         spec.weight.layout, (spec.num_experts, spec.n, spec.k), spec.weight.format, spec.rows if rows is None else rows,
-        spec.target.capability,
+        spec.target.capability, spec.batch_invariant,
     )  # fmt: skip
     if strategy == prefill.DEQUANTIZE_FIRST and spec.bias is not None and spec.activation is None:
         return None  # the kernels of 16-bit weights add no bias
@@ -270,6 +270,7 @@ def _gemm(
     form: SwiGLUConfig | None = None,
     transposed: bool = False,
     prefetch: bool = False,
+    batch_invariant: bool = False,
 ) -> tuple[GemmSpec, Callable[..., Address]]:
     """Return the GEMM of (activation, codes, scale, global_scale, ...), and a function that appends it to the chain.
 
@@ -281,6 +282,7 @@ def _gemm(
         form: the form of the activation.
         transposed: the weight is (E, K, N).
         prefetch: the kernel in front of this one does not write the weight.
+        batch_invariant: as in `GemmSpec`.
     """
     positions = (offsets, row_slot, slot_scale, bias)
     ends, slots, scales, biases = (None if place is None else call.sample(place) for place in positions)
@@ -293,7 +295,7 @@ def _gemm(
     top_k = None if slots is None or rows == 0 else rows // activation.shape[0]
     spec = GemmSpec(
         rows, experts, n, k, activation.dtype, weight_spec, target(activation.device), top_k, _dtype(scales),
-        _dtype(biases), form,
+        _dtype(biases), form, batch_invariant,
     )  # fmt: skip
     _require_served(spec, 0 if config else None)
     plan = plan_gemm(spec, config)
@@ -325,22 +327,27 @@ def _finished_gemm(
     return lambda _, out: out[..., : spec.features].clone(memory_format=torch.contiguous_format)
 
 
-def _scaled_grouped_mm(call: _Call, *, layout: str = LINEAR, config: GemmConfig | None = None) -> Finish | None:
+def _scaled_grouped_mm(
+    call: _Call, *, layout: str = LINEAR, config: GemmConfig | None = None, batch_invariant: bool = False
+) -> Finish | None:
     """Append the GEMM; the call has the operator's arguments, then a bias (E, N)."""
-    return _finished_gemm(call, _gemm(call, layout, config, bias=7))
+    return _finished_gemm(call, _gemm(call, layout, config, bias=7, batch_invariant=batch_invariant))
 
 
 def _scaled_mm(
-    call: _Call, *, layout: str = LINEAR, config: GemmConfig | None = None, prefetch: bool = False
-) -> Finish | None:
-    return _finished_gemm(call, _gemm(call, layout, config, offsets=None, bias=4, prefetch=prefetch))
+    call: _Call, *, layout: str = LINEAR, config: GemmConfig | None = None, prefetch: bool = False,
+    batch_invariant: bool = False,
+) -> Finish | None:  # fmt: skip
+    options: dict[str, Any] = dict(prefetch=prefetch, batch_invariant=batch_invariant)
+    return _finished_gemm(call, _gemm(call, layout, config, offsets=None, bias=4, **options))
 
 
 def _grouped_swiglu(
-    call: _Call, *, layout: str = LINEAR, config: GemmConfig | None = None, **activation_form: Any
-) -> Finish | None:
-    form = SwiGLUConfig(**activation_form)
-    return _finished_gemm(call, _gemm(call, layout, config, row_slot=5, slot_scale=6, bias=7, form=form))
+    call: _Call, *, layout: str = LINEAR, config: GemmConfig | None = None, batch_invariant: bool = False,
+    **activation_form: Any,
+) -> Finish | None:  # fmt: skip
+    options: dict[str, Any] = dict(form=SwiGLUConfig(**activation_form), batch_invariant=batch_invariant)
+    return _finished_gemm(call, _gemm(call, layout, config, row_slot=5, slot_scale=6, bias=7, **options))
 
 
 def _grouped_mm_low_rank(
@@ -354,9 +361,11 @@ def _grouped_mm_low_rank(
     return _finished_gemm(call, _gemm(call, layout, config, transposed=transposed), adapter)
 
 
-def _grouped_mm_combine(call: _Call, *, layout: str = LINEAR, config: GemmConfig | None = None) -> None:
+def _grouped_mm_combine(
+    call: _Call, *, layout: str = LINEAR, config: GemmConfig | None = None, batch_invariant: bool = False
+) -> None:
     slot_row, weight = call.samples[5], call.sample(6)
-    spec, append = _gemm(call, layout, config, bias=7)
+    spec, append = _gemm(call, layout, config, bias=7, batch_invariant=batch_invariant)
     _require(slot_row.numel() > 0, "there is nothing to compute")
     _require(spec.n % 2 == 0, "the kernels store pairs: a column is cut off in between")
     _require_contiguous(slot_row)
@@ -400,7 +409,7 @@ def _result(call: _Call, place: int, shape: tuple[int, int], dtype: torch.dtype)
 def _moe_experts(
     call: _Call, *, weight_on_input: bool = False, gate_up_layout: str = LINEAR, down_layout: str = LINEAR,
     expert_ranks: int = 1, summed: bool = True, configs: tuple[GemmConfig | None, GemmConfig | None] = (None, None),
-    **activation_form: Any,
+    batch_invariant: bool = False, **activation_form: Any,
 ) -> None:  # fmt: skip
     """Append a layer; the call has the operator's arguments, then `out`; summed: False for the rows (M, H)."""
     x, ids, scores = call.samples[:3]
@@ -414,7 +423,7 @@ def _moe_experts(
     spec = ExpertsSpec(
         tokens, top_k, experts, hidden_size, features, x.dtype, ids.dtype, scores.dtype, gate_up_spec, down_spec,
         SwiGLUConfig(**activation_form), target(x.device), _dtype(biases[0]), _dtype(biases[1]), order[0] is not None,
-        weight_on_input, summed,
+        weight_on_input, summed, batch_invariant,
     )  # fmt: skip
     live_rows = -(-spec.rows // expert_ranks)
     gemms = spec.gate_up_gemm, spec.down_gemm
@@ -528,7 +537,9 @@ def _append_linear_router(
     router.append_linear_router(call.chain, spec, *operands, prefetch=prefetch, norm=norm)
 
 
-def _decode_attention(call: _Call, *, epsilon: float = 0.0, scale: float, prefetch: bool = False) -> Finish:
+def _decode_attention(
+    call: _Call, *, epsilon: float = 0.0, scale: float, prefetch: bool = False, batch_invariant: bool = False
+) -> Finish:
     query, key, value, key_cache, value_cache, _, mask, cos, sin, *norms = (call.sample(place) for place in range(11))
     (texts, heads, width), (_, key_heads, length, _) = query.shape, key_cache.shape
     reason = decode_attention.unserved_reason(query.device, query.dtype, heads, key_heads, width)
@@ -540,7 +551,8 @@ def _decode_attention(call: _Call, *, epsilon: float = 0.0, scale: float, prefet
     _require(together, "a row of an operand is not contiguous")
     _require(cos is None or cos.stride(0) == sin.stride(0), "cos and sin have different strides")
     samples, places = ([get(place) for place in range(11)] for get in (call.sample, call.address))
-    decode_attention.append_decode_attention(call.chain, samples, places, epsilon, scale, prefetch)
+    numbers = epsilon, scale, prefetch, batch_invariant
+    decode_attention.append_decode_attention(call.chain, samples, places, *numbers)
     return lambda _, results: results[0]
 
 

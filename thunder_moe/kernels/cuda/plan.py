@@ -8,7 +8,7 @@ import functools
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from thunder_moe.kernels.cuda.configs import BLOCK_BYTES, CHUNK, TILED, GemmConfig, choose_config
+from thunder_moe.kernels.cuda.configs import BLOCK_BYTES, CHUNK, TILED, GemmConfig, choose_config, invariant_parts
 from thunder_moe.kernels.specs import GemmSpec
 
 __all__ = ["CACHE_LINE", "GemmPlan", "plan_gemm"]
@@ -73,6 +73,8 @@ def plan_gemm(spec: GemmSpec, config: GemmConfig | None = None) -> GemmPlan:
             f"layout: {TILED!r} is for devices of compute capability (9, 0), this one has {capability};"
             " use to_layout_(model) or NVFP4Weight.to_layout('linear')"
         )
+    if spec.batch_invariant and config.parts_of_k != (parts := invariant_parts(spec)):
+        raise ValueError(f"config: got {config}, wanted parts_of_k = {parts}, as batch_invariant asks for this weight")
     if not config.serves(num_experts, k) or (config.kernel == "tiled_cluster" and (swiglu or gathered or scaled)):
         raise ValueError(f"config: {config} is for one weight without routing or SwiGLU, and for another K than {k}")
     gather = None

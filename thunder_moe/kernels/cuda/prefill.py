@@ -31,8 +31,9 @@ _MOST_ROWS_ALONE = {"nvfp4": 2048, "mxfp8": 256}
 
 
 def strategy(
-    layout: str, shape: tuple[int, int, int], format: str, rows: int, capability: tuple[int, int]
-) -> str | None:
+    layout: str, shape: tuple[int, int, int], format: str, rows: int, capability: tuple[int, int],
+    batch_invariant: bool = False,
+) -> str | None:  # fmt: skip
     """Return how the weight is converted before the GEMM: `RETILE_FIRST`, `DEQUANTIZE_FIRST`, or None if it is not.
 
     Args:
@@ -41,10 +42,11 @@ def strategy(
         format: the weight's number format, a key of `_MOST_ROWS`.
         rows: the number of rows of all experts together.
         capability: the device's compute capability.
+        batch_invariant: True if the choice must not depend on the rows: then the weight is never converted.
     """
     experts, n, k = shape
     most = _MOST_ROWS[format] * experts if experts > 1 else _MOST_ROWS_ALONE[format]
-    if layout != LINEAR or capability != (9, 0) or rows <= most:
+    if layout != LINEAR or capability != (9, 0) or rows <= most or batch_invariant:
         return None
     if n % 64 == 0 and k % 64 == 0:
         return RETILE_FIRST

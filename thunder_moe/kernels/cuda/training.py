@@ -25,6 +25,7 @@ from thunder_moe.formats.checks import require
 from thunder_moe.formats.weight import NVFP4Weight
 from thunder_moe.kernels import training_reference
 from thunder_moe.kernels.arguments import DTYPE_CODES, as_kernel_float, dtype_code, pointer
+from thunder_moe.kernels.batch_invariance import is_batch_invariant
 from thunder_moe.kernels.cuda import backend, low_rank
 from thunder_moe.kernels.cuda import linear as linears
 from thunder_moe.kernels.cuda import wgrad as wgrads
@@ -91,7 +92,8 @@ def grouped_mm(rows: Tensor, weight: Tensor, offsets: Tensor, out: Tensor | None
     if padded:
         rows, weight = F.pad(rows, (0, -k % 8)), F.pad(weight, (0, -k % 8, 0, -n % 8))
     few = linears.serves_rank(rows.dtype, n, k, n)
-    if not few and linears.torch_is_faster(rows.dtype, target(rows.device).capability, m / experts):
+    own = few or is_batch_invariant()  # each sums in the order of k, for any rows of a tile
+    if not own and linears.torch_is_faster(rows.dtype, target(rows.device).capability, m / experts):
         product = _multiply(rows, weight, offsets)
     else:
         # At an odd address `out` is written behind the GEMM, whose kernels of 16 bits store several numbers at once.
