@@ -20,7 +20,7 @@ pytest.importorskip("transformers")
 from router_probes import assert_computes
 from tiny_models import ARCHITECTURES, tiny_config, tiny_model, tokens
 
-from thunder_moe import dequantize_, quantize_
+from thunder_moe import batch_invariant, dequantize_, quantize_
 from thunder_moe.integrations.huggingface import routers
 from thunder_moe.integrations.huggingface.known_code import NEWEST, tell, unknown_version
 from thunder_moe.integrations.huggingface.router_table import ROUTERS
@@ -457,6 +457,24 @@ def test_with_its_linear_layer_in_one_operator(monkeypatch, name, kind, settings
         assert "thunder_moe.moe_router.default" not in called
     for result, other in zip(found, wanted, strict=True):
         assert torch.equal(result, other)
+        assert result.dtype == other.dtype
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("name", "kind", "settings", "options"), FUSED)
+@torch.no_grad()
+def test_batch_invariant(name, kind, settings, options, dtype):
+    """The linear layer of the router, too, gives a token the same bits among others."""
+    layer, more = make(name, kind, settings, dtype)
+    hidden = torch.randn(67, H, dtype=dtype)
+    wanted = layer.gate(hidden, *more)
+    assert fuse_routers(layer, RowOrders())
+    with batch_invariant():
+        whole = layer.gate(hidden, *more)
+        for tokens_of in (slice(5, 6), slice(5, 12), torch.arange(67).flip(0)):
+            for some, every in zip(layer.gate(hidden[tokens_of], *more), whole, strict=True):
+                assert torch.equal(some, every[tokens_of])
+    for result, other in zip(whole, wanted, strict=True):
         assert result.dtype == other.dtype
 
 

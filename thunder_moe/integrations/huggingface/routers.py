@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from thunder_moe.integrations.huggingface.class_swap import OtherForward
 from thunder_moe.integrations.huggingface.known_code import key, runs_class_forward, tell, unknown_version
 from thunder_moe.integrations.huggingface.router_table import ROUTERS, RouterKind
+from thunder_moe.kernels.batch_invariance import is_batch_invariant
 from thunder_moe.nn.autocast import autocast_dtype
 from thunder_moe.nn.linear import traced_by_thunder
 from thunder_moe.ops import router as _router  # noqa: F401  (registers the operator)
@@ -157,11 +158,16 @@ def _linear_of(router: Any) -> tuple[Tensor, Tensor | None]:
 
 
 def is_one_operator(hidden_TH: Tensor, weight: Any) -> bool:
-    """True if `moe_linear_router` computes the logits, too: in inference on CUDA, where it saves a launch.
+    """True if `moe_linear_router` computes the logits, too: in inference on CUDA, where it saves a launch, and in eager
+    code that is batch-invariant, which a linear layer of torch is not.
 
     A compiled graph may get few tokens later; in eager code more of them are a linear layer and `moe_router`.
     """
-    if torch.is_grad_enabled() or traced_by_thunder() or not hidden_TH.is_cuda:
+    if torch.is_grad_enabled() or traced_by_thunder():
+        return False
+    if not torch.compiler.is_compiling() and is_batch_invariant():
+        return bool(hidden_TH.dtype == weight.dtype)
+    if not hidden_TH.is_cuda:
         return False
     if not torch.compiler.is_compiling() and hidden_TH.shape[0] > LINEAR_ROUTER_TOKENS:
         return False
@@ -200,12 +206,14 @@ class FusedRouter(OtherForward):
         bias = bias if bias is None or bias.ndim == 1 else bias.reshape(-1)
         dtype = torch.float32 if kind.scores_float else hidden_states.dtype
         weight, linear_bias = _linear_of(self)
-        if not kind.logits_float and is_one_operator(hidden_TH, weight):
+        by_mode = not torch.compiler.is_compiling() and is_batch_invariant()
+        if (by_mode or not kind.logits_float) and is_one_operator(hidden_TH, weight):
             logits_dtype = torch.float32 if kind.wide else hidden_TH.dtype
             scores, ids, row_slot, offsets, slot_row, logits = operator_for("moe_linear_router")(
                 hidden_TH, weight, linear_bias, bias, logits_dtype=logits_dtype, scores_dtype=dtype,
                 **self.router_options,
             )  # fmt: skip
+            logits = logits.float() if kind.logits_float else logits
         else:
             logits = call.logits(self, hidden_TH)
             scores, ids, row_slot, offsets, slot_row = operator_for("moe_router")(
