@@ -48,6 +48,7 @@ from thunder_moe.integrations.vllm.configs import (
 )
 from thunder_moe.integrations.vllm.experts import ThunderExperts, unsupported_reason
 from thunder_moe.integrations.vllm.lora import ThunderLoRAExperts
+from thunder_moe.kernels.batch_invariance import make_batch_invariant
 
 E, T, A, H, I = 8, 5, 2, 64, 32  # noqa: E741
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 6e-3}
@@ -797,3 +798,27 @@ def test_the_entry_point_registers():
 
 def test_vllm_itself_leaves_what_is_not_ours():
     assert quant_config().get_quant_method(SimpleNamespace(), "model.norm") is None
+
+
+class TestBatchInvariance:
+    """VLLM_BATCH_INVARIANT=1: tokens have the same bits in any batch."""
+
+    @pytest.fixture
+    def invariant(self, monkeypatch):
+        monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
+        plugin.register()
+        yield
+        make_batch_invariant(False)
+
+    def test_tokens_do_not_depend_on_others(self, invariant):
+        method, layer = made()
+        hidden, ids, weights = (each.repeat(40, 1) for each in inputs())
+        hidden = hidden + torch.randn(hidden.shape)
+        whole = run(method, layer, hidden, ids, weights)
+        for tokens in (torch.tensor([7]), torch.randperm(200)[:9], torch.randperm(200)):
+            assert torch.equal(run(method, layer, hidden[tokens], ids[tokens], weights[tokens]), whole[tokens])
+
+    def test_adapters_are_left_to_vllm(self, invariant):
+        assert unsupported_reason(moe_config()) is None
+        reason = unsupported_reason(moe_config(is_lora_enabled=True), ThunderLoRAExperts)
+        assert "batch invariance" in reason

@@ -34,6 +34,8 @@ class TestOnCuda:
     @pytest.mark.parametrize("format", [NVFP4, MXFP8], ids=lambda format: format.name)
     def test_reasons(self, format, monkeypatch):
         assert linears.dense_unsupported_reason(format) is None
+        monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
+        assert linears.dense_unsupported_reason(format) is None
         config = VllmConfig(kernel_config=KernelConfig(linear_backend="marlin"))
         with set_current_vllm_config(config):
             assert linears.dense_unsupported_reason(format) == "--linear-backend marlin was asked for"

@@ -54,7 +54,7 @@ def unsupported_reason(moe_config: FusedMoEConfig, experts: Any = None, format: 
     """Return why `ThunderExperts`, or a subclass, does not run the experts of a layer; None if it runs them.
 
     Reasons are devices other than CPUs and CUDA of compute capability 8.0 to 9.0, activations and dtypes without a
-    kernel, sizes that are not whole blocks of scales on each rank, LoRA with data parallelism or EPLB, batch
+    kernel, sizes that are not whole blocks of scales on each rank, LoRA with data parallelism, EPLB or batch
     invariance, padding, untested exchanges of tokens, elastic expert parallelism, and a moe_backend that the user has
     named.
     """
@@ -127,6 +127,10 @@ class ThunderExperts(mk.FusedMoEExpertsModular):  # type: ignore[misc]
     @staticmethod
     def _supports_activation(activation: MoEActivation) -> bool:
         return activation in (*FUSED_ACTIVATIONS, *_SEPARATE_ACTIVATIONS)
+
+    @staticmethod
+    def _supports_batch_invariance() -> bool:
+        return True  # by `make_batch_invariant` of plugin.py
 
     @staticmethod
     def _supports_parallel_config(moe_parallel_config: Any) -> bool:

@@ -10,7 +10,6 @@ from functools import partial
 from typing import Any
 
 import torch
-import vllm.envs as envs
 from torch import Tensor
 from vllm.config import get_current_vllm_config_or_none
 from vllm.model_executor.layers.linear import register_weight_loader_v2_supported_method
@@ -64,7 +63,7 @@ def dense_unsupported_reason(format: BlockFormat = NVFP4) -> str | None:
     """Return why dense layers of a number format do not run on our kernel; None if they do.
 
     On GPUs other than Hopper our kernel was not compared with vLLM's. vLLM also runs a --linear-backend that the user
-    has named, float32 on CUDA, and batch invariance.
+    has named, and float32 on CUDA.
     """
     config = get_current_vllm_config_or_none()
     if config is not None:
@@ -73,8 +72,6 @@ def dense_unsupported_reason(format: BlockFormat = NVFP4) -> str | None:
         for backend in (kernels.linear_backend, *asked):
             if backend not in (None, "auto"):
                 return f"--linear-backend {backend} was asked for"
-    if envs.VLLM_BATCH_INVARIANT:
-        return "VLLM_BATCH_INVARIANT is set"
     if current_platform.is_cpu():
         return None
     capability = current_platform.get_device_capability() if current_platform.is_cuda() else None

@@ -200,6 +200,10 @@ class ThunderLoRAExperts(LoRAExpertsMixin, ThunderExperts):  # type: ignore[misc
     def _supports_no_act_and_mul() -> bool:
         return False
 
+    @staticmethod
+    def _supports_batch_invariance() -> bool:
+        return False
+
     def _run_into(
         self, output: Tensor, hidden_states: Tensor, ids: Tensor, weights: Tensor, activation: MoEActivation, ranks: int
     ) -> None:

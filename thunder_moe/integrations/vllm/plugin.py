@@ -21,7 +21,8 @@ def register() -> None:
     """Register the quantization method "thunder_moe" and model classes, under names of their own.
 
     `VLLM_PLUGINS` without "thunder_moe" turns it off, and so do `THUNDER_MOE_VLLM=0` and, with a warning, a version of
-    vLLM other than the tested ones. Runs any number of times.
+    vLLM other than the tested ones. `VLLM_BATCH_INVARIANT=1` makes our kernels batch-invariant in the whole process.
+    Runs any number of times.
     """
     switch = os.environ.get(SWITCH, "")
     if switch not in ("", "0", "1"):
@@ -37,13 +38,16 @@ def register() -> None:
             "*, ".join(TESTED), version, SWITCH,
         )  # fmt: skip
         return
-    from vllm import ModelRegistry
+    from vllm import ModelRegistry, envs
 
     from thunder_moe.integrations.vllm.configs import MODELS, register_configs
     from thunder_moe.integrations.vllm.graphs import add_to_key
+    from thunder_moe.kernels.batch_invariance import make_batch_invariant
 
     register_configs()
     add_to_key(SWITCH)
+    if envs.VLLM_BATCH_INVARIANT:
+        make_batch_invariant()
 
     for name, module in MODELS.items():  # by name: vLLM imports models in the processes that need them
         ModelRegistry.register_model(f"Thunder{name}", f"thunder_moe.integrations.vllm.{module}:Thunder{name}")
