@@ -21,7 +21,14 @@ transformers = pytest.importorskip("transformers")
 
 from experts_classes import experts_classes, make_experts  # noqa: E402
 
-from thunder_moe import GroupedLinear, add_lora_, dequantize_, quantize_, rewrite_report  # noqa: E402
+from thunder_moe import (  # noqa: E402
+    GroupedLinear,
+    add_lora_,
+    batch_invariant,
+    dequantize_,
+    quantize_,
+    rewrite_report,
+)
 from thunder_moe.formats.nvfp4 import NVFP4Weight, dequantize, quantize  # noqa: E402
 from thunder_moe.integrations.huggingface.experts import NVFP4Experts, expert_blocks  # noqa: E402
 from thunder_moe.integrations.huggingface.forms import form_of  # noqa: E402
@@ -823,3 +830,26 @@ def test_implementation_leaves_other_models_alone():
     before = logits(other)
     tiny_model("qwen3_moe", BF16, experts_implementation="thunder_moe")
     assert torch.equal(logits(other), before)
+
+
+class TestBatchInvariance:
+    """`batch_invariant()` around layers of transformers; attention and norms of whole models are torch's."""
+
+    @torch.no_grad()
+    def test_layers(self):
+        layer = quantize_(tiny_model("qwen3_moe")).model.layers[0].mlp
+        hidden = torch.randn(1, 67, tiny_config("qwen3_moe").hidden_size)
+        with batch_invariant():
+            whole = layer(hidden)
+            for some in (slice(3, 4), slice(3, 10)):
+                assert torch.equal(layer(hidden[:, some]), whole[:, some])
+
+    def test_what_is_refused(self):
+        trained = tiny_model("qwen3_moe", BF16, experts_implementation="thunder_moe")
+        adapted = add_lora_(quantize_(tiny_model("qwen3_moe")), rank=2, alpha=2)
+        for model, reason in (
+            (trained, "experts that train in transformers' 16-bit code"),
+            (adapted, "LoRA adapters of experts"),
+        ):
+            with batch_invariant(), pytest.raises(ValueError, match=f"batch_invariant: {reason}"):
+                model(tokens())

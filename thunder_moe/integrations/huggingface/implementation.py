@@ -30,6 +30,7 @@ from thunder_moe.integrations.huggingface.forms import (
     require_form,
     stored_weights,
 )
+from thunder_moe.kernels.batch_invariance import refuse
 from thunder_moe.kernels.recipes import RECIPES
 from thunder_moe.nn.autocast import autocast_rows
 from thunder_moe.nn.grouped_linear import autocast
@@ -83,6 +84,9 @@ def run_experts(
             gate_up_layout=gate_up.layout, down_layout=down.layout, **options,
         )[0]  # fmt: skip
         return out
+    # torch's exponentials depend on a row's place on a CPU, and its sums over the rows of a token on CUDA.
+    if not torch.compiler.is_compiling() and (not hidden.is_cuda or form.post_norm or second is not None):
+        refuse("experts with a gate, norm or adapter that torch computes", "run others, and merge adapters")
     row_slot, offsets, slot_row = ops.moe_route(ids, gate_up.shape[0]) if order is None else order
     # Rows past the last group are undefined; zero them where other rows' gradients could meet theirs.
     live = live_rows(offsets, row_slot.shape[0])
@@ -110,6 +114,8 @@ def run_experts(
     return torch.where(slot_row[..., None] >= 0, picked, 0).sum(1).to(hidden.dtype)
 
 
+# What is refused in the batch-invariant mode: torch's grouped GEMM.
+_IN_16_BITS = "experts that train in transformers' 16-bit code", "freeze them, or quantize_(model)"
 # The state of each module when its form was determined, and the form.
 _FORMS: WeakKeyDictionary[nn.Module, tuple[tuple[Any, ...], ExpertsForm]] = WeakKeyDictionary()
 
@@ -122,7 +128,8 @@ def thunder_moe_experts(self: nn.Module, hidden_states: Tensor, top_k_index: Ten
     torch.compile the backend "thunder_moe" decides the same, under Thunder its moe_executor.
 
     Raises:
-        ValueError: another backend of torch.compile compiles it, which would run in 16 bits.
+        ValueError: another backend of torch.compile compiles it, which would run in 16 bits; they run in 16 bits in the
+            batch-invariant mode.
     """
     inputs = (hidden_states, top_k_index, top_k_weights)
     if torch.compiler.is_compiling():
@@ -130,12 +137,14 @@ def thunder_moe_experts(self: nn.Module, hidden_states: Tensor, top_k_index: Ten
             _require_backend()
         return _run_trained(self, *inputs)
     if parametrize.is_parametrized(self):  # its weights are computed at each access (PEFT's LoRA, for one)
+        refuse(*_IN_16_BITS)
         return grouped_mm_experts_forward(self, *inputs)
     form = _form_now(self)
     first, second, *stored_biases = stored_weights(self, form).values()
     biases: list[Tensor] = [*stored_biases]
     trained = first.requires_grad or second.requires_grad
     if trained and (torch.is_grad_enabled() or is_hidden_training_forward()):
+        refuse(*_IN_16_BITS)
         weight_cache.changed(first, second)  # an optimizer may change them without a new version number
         return grouped_mm_experts_forward(self, *inputs)
     layouts = [stacked_layout(weight, transposed=form.transposed) for weight in (first, second)]

@@ -400,7 +400,8 @@ def _cluster_candidates(rows: int, n: int, k: int, format: str, parts: int = 0) 
         config = GemmConfig("tiled_cluster", c, 1, warps_n, warps_k, depth, splits=splits, format=format)
         if parts <= 1 and config.clusters(Point(1, rows, n, k)) > _CLUSTERS[splits - 1]:
             continue
-        if parts and (config.parts_of_k != parts or k % (64 * depth * splits) != 0):
+        # Above so many sums ptxas serializes the products (its warning C7512).
+        if parts and (config.parts_of_k != parts or k % (64 * depth * splits) != 0 or c * warps_n > 48):
             continue
         if config.stages >= _TILED_CLUSTER_STAGES[format] and config.fitted(k) == config and config.serves(1, k):
             yield config
