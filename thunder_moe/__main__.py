@@ -116,7 +116,7 @@ def _report(options: argparse.Namespace, windows: torch.Tensor) -> str:
 
 
 def _convert_calibrated(options: argparse.Namespace) -> Any:
-    """Loads a 16-bit model whole, calibrates it on a text and writes it; returns the table of errors."""
+    """Loads a 16-bit model into main memory, calibrates it on a text and writes it; returns the table of errors."""
     from thunder_moe.integrations.huggingface.checkpoint import save_checkpoint
     from thunder_moe.integrations.huggingface.text import load_model, token_windows
     from thunder_moe.quantization.calibrate import calibrate_
@@ -127,15 +127,16 @@ def _convert_calibrated(options: argparse.Namespace) -> Any:
     destination, size = expand_user(options.destination, "destination"), parse_size(options.max_shard_size)
     require_absent(destination, "destination")
     windows = token_windows(options.source, options.calibrate, options.tokens, options.context, "--calibrate")
-    model = load_model(options.source, "auto", options.device)
+    model = load_model(options.source, "auto", "cpu")
     found = calibrate_(
         model,
-        windows.to(options.device).split(1),
+        windows.split(1),
         _format(options.format, options.formats),
         filter=options.filter,
         ignore=options.ignore,
         linears=linears if options.linears else False,
         scale_search=_scale_search(options),
+        device=options.device,
         destination=destination,
         progress=not options.quiet,
     )

@@ -9,8 +9,9 @@ from dataclasses import asdict
 
 import pytest
 import torch
-from tiny_models import ARCHITECTURES, OTHERS, VOCABULARY, tiny_model
+from tiny_models import ARCHITECTURES, OTHERS, VOCABULARY, tiny_config, tiny_model
 from torch import nn
+from torch.utils._pytree import tree_map_only
 
 from thunder_moe import (
     GroupedLinear,
@@ -133,6 +134,92 @@ def test_a_layer_sees_the_rows_of_quantized_layers():
     assert not torch.equal(apart[1].routed_experts.down_proj.qdata, model[1].routed_experts.down_proj.qdata)
 
 
+def deep(layers=4):
+    config = tiny_config("qwen3_moe")
+    config.num_hidden_layers = layers
+    config.layer_types = ["full_attention"] * layers
+    return tiny_model("qwen3_moe", config=config)
+
+
+def counted(model):
+    """Return the numbers of runs of a model's layers, which go on."""
+    runs = [0] * len(model.model.layers)
+    for number, layer in enumerate(model.model.layers):
+
+        def count(*_, number=number):
+            runs[number] += 1
+
+        layer.mlp.register_forward_hook(count)
+    return runs
+
+
+def copied(layer, args, kwargs):
+    return tree_map_only(torch.Tensor, torch.clone, (args, kwargs))
+
+
+def break_chain(model):
+    """Let layers take copies of their inputs, so that no results are stored from layer to layer."""
+    for layer in model.model.layers:
+        layer.register_forward_pre_hook(copied, with_kwargs=True)
+
+
+@pytest.mark.parametrize("device", [None, "cpu"])
+def test_layers_run_on_stored_results(device):
+    batches, options = [tokens(1), tokens(2)], dict(linears=["*_proj", "lm_head"])
+    chain, passes = deep(), deep()
+    runs, runs_of_passes = counted(chain), counted(passes)
+    break_chain(passes)
+    said = calibrate_(chain, batches, device=device, **options)
+    assert said == calibrate_(passes, batches, **options)
+    assert same_bits(chain.state_dict(), passes.state_dict())
+    # Two runs for the checks, one of a layer in 16 bits on each batch, and one in 4 bits; the head stops behind all.
+    assert runs == [2 + 2 * 2] * 4
+    assert max(runs_of_passes) > 8
+
+
+def test_a_device_needs_layers_in_a_row():
+    model = deep()
+    break_chain(model)
+    before = copy.deepcopy(model.state_dict())
+    with pytest.raises(ValueError, match="device: got 'cpu', but the layers of .* do not run one after the other"):
+        calibrate_(model, [tokens(1)], device="cpu")
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+    with pytest.raises(ValueError, match="device: got 'cpu', but the layers of .* do not run one after the other"):
+        calibrate_(Grouped(), [dict(x=torch.randn(8, K), offsets=torch.tensor([2, 4, 6, 8]))], device="cpu")
+
+
+def test_layers_that_change_their_input_or_read_others_are_run_again():
+    for change in (
+        lambda model, layer, args: args[0].add_(0.0),
+        lambda model, layer, args: None if layer is model.model.layers[0] else args[0].add_(model.seen),
+    ):
+        models = [deep(), deep()]
+        for model in models:
+            model.seen = 0.0
+            for layer in model.model.layers:
+                layer.register_forward_pre_hook(
+                    lambda layer, args, model=model, change=change: change(model, layer, args)
+                )
+
+            def see(layer, args, out, model=model):
+                model.seen = float(out.flatten()[0])
+
+            model.model.layers[0].mlp.register_forward_hook(see)
+        break_chain(models[1])
+        assert calibrate_(models[0], [tokens(1), tokens(2)]) == calibrate_(models[1], [tokens(1), tokens(2)])
+        assert same_bits(*(model.state_dict() for model in models))
+
+
+@pytest.mark.gpu
+def test_a_model_in_main_memory_is_calibrated_on_a_gpu():
+    on_gpu, in_memory = deep().cuda(), deep()
+    said = calibrate_(on_gpu, [tokens(1).cuda()], linears=["*_proj"])
+    others = calibrate_(in_memory, [tokens(1)], linears=["*_proj"], device="cuda")
+    assert {tensor.device.type for tensor in in_memory.state_dict().values()} == {"cpu"}
+    for one, other in zip(said.weights, others.weights, strict=True):
+        assert one.calibrated == pytest.approx(other.calibrated, rel=0.02)
+
+
 def test_is_repeatable_and_keeps_modes():
     results = []
     for _ in range(2):
@@ -194,7 +281,7 @@ def test_frees_each_layer_before_the_next():
     dead = [weakref.ref(block.routed_experts.gate_proj.weight) for block in model]
     model.register_forward_pre_hook(lambda *_: alive.append(sum(weight() is not None for weight in dead)))
     calibrate_(model, [torch.randn(1, 30, 64)])
-    assert alive == [3, 3, 2, 1]  # a pass that checks, then one for each layer
+    assert alive == [3, 3, 3, 3, 3, 2, 1]  # a pass that checks, one for each layer that compares, and calibrates
     assert all(weight() is None for weight in dead)
 
 
@@ -214,6 +301,11 @@ def test_every_architecture(name):
     found = calibrate_(tiny_model(name), [tokens(1, length=30)], linears=decoder_linear)
     assert len(found.weights) >= 5
     assert all(each.calibrated < each.rounded for each in found.weights)
+    passes = tiny_model(name)
+    for layer in passes.modules():
+        if type(layer).__name__.endswith(("DecoderLayer", "Block")):
+            layer.register_forward_pre_hook(copied, with_kwargs=True)
+    assert calibrate_(passes, [tokens(1, length=30)], linears=decoder_linear) == found
 
 
 def decoder_linear(linear, name):

@@ -1,7 +1,8 @@
 """`calibrate_`: `quantize_` with codes that fit the rows which each weight multiplies, layer by layer (GPTQ).
-Called by users and the command line; calls choose and plan as quantize does, the formats with Hessians, kept_layers.
+Called by users and the command line; calls choose and plan as quantize does, the formats with Hessians, layer_chain to
+run the layers, kept_layers to resume.
 
-per layer: batches through the model, up to this layer -> X^T X of each expert -> codes -> the layer swapped -> the next
+per layer: the last layer's results through this layer -> X^T X of each expert -> codes -> the layer swapped -> the next
 """
 
 from __future__ import annotations
@@ -9,10 +10,11 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import asdict, astuple, dataclass, replace
 from functools import partial
-from itertools import chain, pairwise
+from itertools import chain as chain_of
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -20,7 +22,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from thunder_moe.formats.block_format import NVFP4
 from thunder_moe.formats.checks import require_module
@@ -30,6 +32,7 @@ from thunder_moe.progress import progress_bar
 from thunder_moe.quantization.choose import choose_modules
 from thunder_moe.quantization.families import Quantization, families_of
 from thunder_moe.quantization.kept_layers import keep_layers
+from thunder_moe.quantization.layer_chain import LayerChain
 from thunder_moe.quantization.plan import Target, Targets, exclusive, swap
 from thunder_moe.selection import Format, Patterns, Selection
 
@@ -90,6 +93,7 @@ def calibrate_(
     linears: bool | Selection = False,
     scale_search: str | None = None,
     layout: str = "auto",
+    device: str | torch.device | None = None,
     destination: str | Path | None = None,
     progress: bool = False,
 ) -> Calibration:
@@ -103,7 +107,9 @@ def calibrate_(
     `format`, `filter`, `ignore`, `linears`, `scale_search` and `layout` are
     the options of `quantize_`.
 
-    Cost: for L layers about L / 2 passes over the batches, and GPTQ. Memory beyond the model: 4 * E * K^2 bytes for
+    Cost: each layer runs twice on the batches, and GPTQ. This needs layers in one module list that run one after the
+    other, which a pass of the first batch finds out. Other models run on the batches up to the layer for each layer, L
+    / 2 passes for L layers. Memory beyond the model: the results of one layer on all batches, 4 * E * K^2 bytes for
     each weight of one layer, for one weight twice, and what `nvfp4.quantize` takes.
 
     Args:
@@ -111,6 +117,8 @@ def calibrate_(
         batches: what the model is called with, each a tensor (`model(batch)`, of token ids for a language model) or a
             mapping (`model(**batch)`), on the device that the model takes. 128 rows of 512 to 2048 tokens, without
             padding, are usual. The result depends on nothing else, so it is repeatable.
+        device: where layers run and are calibrated, one at a time. The others stay where they are, say in main memory;
+            what is in no layer (embeddings, the head) is on the device for the call. None: the model runs where it is.
         destination: where the model will be saved, or None. Each finished layer is kept in ``<destination>.partial``.
             The same call on the same model resumes behind the layers that are complete there, after it was killed say.
             Remove the directory when the model is saved.
@@ -122,8 +130,8 @@ def calibrate_(
     Raises:
         ValueError, TypeError: as `quantize_`. Also: no batches, tied weights, weights that
             processes share, a weight that no row of the first batch reaches, or that the model reads otherwise than by
-            a matrix product with it. The model is unchanged then. If rows have NaN or Inf, the layers before are
-            quantized. A file in ``<destination>.partial`` is damaged.
+            a matrix product with it, or with `device` layers that do not run one after the other. The model is
+            unchanged then. If rows have NaN or Inf, the layers before are quantized. A file in ``<destination>.partial`` is damaged.
         FileExistsError: the destination exists, or ``<destination>.partial`` is of other arguments (says which).
     """
     inputs = [*batches]
@@ -133,42 +141,69 @@ def calibrate_(
         got = f"one {type(batches).__name__}" if alone else f"{type(batches).__name__} of {kinds or 'nothing'}"
         raise ValueError(f"batches: got {got}, wanted a list of tensors (windows.split(8)) or mappings of arguments")
     require_module(model)
-    device = next((parameter.device.type for parameter in model.parameters()), "cpu")
-    with exclusive(model), torch.autocast(device, enabled=False):
+    device = None if device is None else torch.device(device)
+    home = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+    with exclusive(model), torch.autocast((device or home).type, enabled=False):
         plan = choose_modules(
             model, format, filter=filter, ignore=ignore, linears=linears, scale_search=scale_search, layout=layout
         )
         run, found = plan.run, list[OutputError]()
-        _check(model, plan.chosen, inputs[0])
         layers: dict[str, Targets] = defaultdict(dict)
         for module, target in plan.chosen.items():
             layer = re.sub(r"^((?:[^.]+\.)*?\d+)\..*$", r"\1", target.name)  # the name up to its first number
             layers[layer][module] = target
         del module
-        formats = {target.name: target.format for target in plan.chosen.values()}
-        plan.chosen.clear()  # it would keep modules alive
-        options = {"formats": formats, "scale_search": scale_search}
-        with keep_layers(destination, model, tree_leaves(inputs), options) as kept:
-            try:
-                bar = progress_bar([*layers], desc="calibrating", unit="layer", disable=not progress)
-                for number, layer in enumerate(bar):
-                    if number < len(kept.layers):
-                        _restore_layer(model, layers.pop(layer), run, kept.read(number))
-                        found += [OutputError(**each) for each in kept.layers[number]]
-                    else:
-                        packed, begin = list[PackedWeight](), len(found)
-                        pack = partial(_pack, scale_search, found, packed if destination is not None else None)
-                        _calibrate_layer(model, layer, layers.pop(layer), inputs, run, pack)
-                        kept.add([asdict(each) for each in found[begin:]], packed)
-            finally:  # after an interrupt, too, as in `quantize_`
-                for family in families_of(model):
-                    family.finish(model)
-                run.memo.clear()
+        if device is not None:
+            inputs = tree_map_only(Tensor, lambda tensor: tensor.to(device), inputs)
+        chain = _chain(model, [*layers], device)
+        with nullcontext() if chain is None else chain.on_device():
+            if not _check(model, plan.chosen, inputs[0], chain):
+                chain = None
+                if device is not None:
+                    raise ValueError(
+                        f"device: got {str(device)!r}, but the layers of {type(model).__name__} do not run one after"
+                        " the other, wanted None, and the model on its device"
+                    )
+            formats = {target.name: target.format for target in plan.chosen.values()}
+            plan.chosen.clear()  # it would keep modules alive
+            options = {"formats": formats, "scale_search": scale_search}
+            with keep_layers(destination, model, tree_leaves(inputs), options) as kept:
+                try:
+                    bar = progress_bar([*layers], desc="calibrating", unit="layer", disable=not progress)
+                    for number, layer in enumerate(bar):
+                        if number < len(kept.layers):
+                            _restore_layer(model, layers.pop(layer), run, kept.read(number))
+                            found += [OutputError(**each) for each in kept.layers[number]]
+                        else:
+                            packed, begin = list[PackedWeight](), len(found)
+                            pack = partial(_pack, scale_search, found, packed if destination is not None else None)
+                            with nullcontext() if chain is None else chain.at(layer):
+                                _calibrate_layer(model, layer, layers.pop(layer), inputs, run, pack, chain)
+                            kept.add([asdict(each) for each in found[begin:]], packed)
+                finally:  # after an interrupt, too, as in `quantize_`
+                    for family in families_of(model):
+                        family.finish(model)
+                    run.memo.clear()
     return Calibration(tuple(found))
 
 
-def _check(model: nn.Module, chosen: Targets, batch: Any) -> None:
-    """Raises the errors of `calibrate_` for the weights, by a pass of the first batch that only counts rows."""
+def _chain(model: nn.Module, layers: list[str], device: torch.device | None) -> LayerChain | None:
+    """Return the list of modules that has all numbered layers; None if there is none, or more than one."""
+    holders = {holder for holder, _, number in map(_split, layers) if number.isdecimal()}
+    if len(holders) == 1 and isinstance(model.get_submodule(holder := holders.pop()), nn.ModuleList | nn.Sequential):
+        return LayerChain(model, holder, device)
+    return None
+
+
+def _split(name: str) -> tuple[str, str, str]:
+    return name.rpartition(".")
+
+
+def _check(model: nn.Module, chosen: Targets, batch: Any, chain: LayerChain | None) -> bool:
+    """Raises the errors of `calibrate_` for the weights, by a pass of the first batch that only counts rows.
+
+    Returns:
+        True if the layers of the chain run one after the other."""
     owners: dict[nn.Parameter, str] = {}
     for module, (name, family, _) in chosen.items():
         for parameter, _ in family.weights(module):
@@ -177,7 +212,20 @@ def _check(model: nn.Module, chosen: Targets, batch: Any) -> None:
             if hasattr(parameter, "device_mesh"):
                 raise ValueError(f"model: processes share the weights of {name!r}, wanted a model in one process")
     weights = [weight for module, target in chosen.items() for weight in _weights(module, target, False)]
-    _run(model, weights, [batch])
+    if chain is None:
+        _run(model, weights, [batch])
+        return False
+
+    def find_again() -> None:
+        views = [view for module, target in chosen.items() for _, view in target.family.weights(module)]
+        for weight, view in zip(weights, views, strict=True):
+            weight.place(view.detach())
+
+    chain.moved = find_again
+    try:
+        return chain.holds(lambda: _run(model, weights, [batch]), partial(_run, model, [], [batch]))
+    finally:
+        chain.moved = lambda: None
 
 
 def _weights(module: nn.Module, target: Target, hessians: bool) -> list[_Weight]:
@@ -188,11 +236,17 @@ def _weights(module: nn.Module, target: Target, hessians: bool) -> list[_Weight]
 
 
 def _calibrate_layer(
-    model: nn.Module, layer: str, targets: Targets, inputs: list[Any], run: Quantization, pack: Callable[..., Any]
+    model: nn.Module,
+    layer: str,
+    targets: Targets,
+    inputs: list[Any],
+    run: Quantization,
+    pack: Callable[..., Any],
+    chain: LayerChain | None,
 ) -> None:
     """Replaces the modules of a layer; `pack` is `_pack` for the weights of a module."""
     weights = {module: _weights(module, target, True) for module, target in targets.items()}
-    _run(model, list(chain(*weights.values())), inputs, layer)
+    _run(model, [*chain_of(*weights.values())], inputs, layer, chain)
     packs = {module: partial(pack, targets[module].format, own) for module, own in weights.items()}
     own_run = replace(run, packs=WeakKeyDictionary(packs))
     del weights, packs  # each module is freed once it is converted
@@ -213,14 +267,17 @@ def _stop(*_: Any) -> None:
     raise _LayerDoneError
 
 
-def _run(model: nn.Module, weights: list[_Weight], inputs: list[Any], layer: str = "") -> None:
+def _run(
+    model: nn.Module, weights: list[_Weight], inputs: list[Any], layer: str = "", chain: LayerChain | None = None
+) -> None:
     """Runs the model in evaluation mode, up to the end of a layer, and adds the rows to the weights."""
     was_training = model.training
     handle = model.get_submodule(layer).register_forward_hook(_stop)
     model.eval()
     try:
-        for batch in inputs if weights else ():
-            with suppress(_LayerDoneError), _Watch(weights):
+        for number, batch in enumerate(inputs):
+            replay = nullcontext() if chain is None else chain.replay(number)
+            with replay, suppress(_LayerDoneError), _Watch(weights):
                 _ = model(batch) if isinstance(batch, Tensor) else model(**batch)
     finally:
         handle.remove()
@@ -241,9 +298,14 @@ class _Weight:
     """
 
     def __init__(self, name: str, view: Tensor, with_hessian: bool) -> None:
-        self.name, self.view, self.rows = name, view, [0] * len(view)
+        self.name, self.rows = name, [0] * len(view)
         shape = len(view), view.shape[2], view.shape[2]
         self.hessian = torch.zeros(shape, dtype=torch.float32, device=view.device) if with_hessian else None
+        self.place(view)
+
+    def place(self, view: Tensor) -> None:
+        """Sets the weight's memory, after a move, too."""
+        self.view = view
         last = sum((size - 1) * stride for size, stride in zip(view.shape, view.stride(), strict=True))
         self.memory = range(view.data_ptr(), view.data_ptr() + (last + 1) * view.itemsize)
 
