@@ -131,7 +131,8 @@ def calibrate_(
         ValueError, TypeError: as `quantize_`. Also: no batches, tied weights, weights that
             processes share, a weight that no row of the first batch reaches, or that the model reads otherwise than by
             a matrix product with it, or with `device` layers that do not run one after the other. The model is
-            unchanged then. If rows have NaN or Inf, the layers before are quantized. A file in ``<destination>.partial`` is damaged.
+            unchanged then. If rows have NaN or Inf, the layers before are quantized. A file in
+            ``<destination>.partial`` is damaged.
         FileExistsError: the destination exists, or ``<destination>.partial`` is of other arguments (says which).
     """
     inputs = [*batches]
