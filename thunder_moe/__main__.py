@@ -136,7 +136,7 @@ def _convert_calibrated(options: argparse.Namespace) -> Any:
         ignore=options.ignore,
         linears=linears if options.linears else False,
         scale_search=_scale_search(options),
-        device=options.device,
+        device=None if options.device == "cpu" else options.device,
         destination=destination,
         progress=not options.quiet,
     )
