@@ -1,5 +1,5 @@
 """The spellings of torch's operations that matchers look for, as one table, and the parts of a SwiGLU.
-Called by routers.py, dynamo/nodes.py, dynamo/ and the matchers of Thunder's traces; calls ops/, for its operators.
+Called by routers.py, swiglu.py, the matchers of dynamo/ and those of thunder/; calls ops/, for its operators.
 
 A matcher asks for the kind of an operation and for its arguments by name, however a program spells them:
 
