@@ -60,7 +60,7 @@ __all__ = [
 ]
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-# Options of a LoraConfig that change what an adapter computes, or of which layers.
+# Options of a LoraConfig that change the computation of an adapter, or the layers that have one.
 _FOREIGN = (
     "alora_invocation_tokens", "arrow_config", "bias", "fan_in_fan_out", "kasa_config", "layer_replication",
     "lora_bias", "monteclora_config", "use_bdlora", "use_dora", "use_qalora", "velora_config",
@@ -441,7 +441,7 @@ def _config(model: Any, ranks: dict[str, int], alphas: dict[str, float], modules
 
 
 def pattern(values: Mapping[str, float], general: float) -> dict[str, float]:
-    """Return PEFT's pattern of numbers by module, in which no name fits two keys: PEFT sorts them when it saves."""
+    """Return PEFT's pattern of numbers by module. No name fits two keys, because PEFT sorts keys when it saves."""
     if set(values.values()) == {general}:
         return {}
     by_suffix: dict[str, set[float]] = {}

@@ -1,6 +1,6 @@
 """transformers' quantizer plug-in for `ThunderMoeConfig`: a 16-bit checkpoint is quantized while it loads.
-Called by transformers, to which quantizer makes it known; calls choose for the modules, plan to replace them, and
-experts to pack single weights.
+Called by transformers, because quantizer registers it; calls choose for the modules, plan to replace them, and experts
+to pack single weights.
 
 Pipeline: 16-bit skeleton on "meta" -> the modules that `quantize_` would replace are chosen in it -> transformers reads
 the weights of a layer, merges them and hands them to `_Load` -> each weight of experts is packed at once; a module
