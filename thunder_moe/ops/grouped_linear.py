@@ -49,7 +49,7 @@ def check_offsets(offsets: Tensor, experts: int, like: Tensor) -> None:
 
 
 def check_recipe(recipe: str | None, dtype: Any) -> None:
-    """Raise ValueError for a name that is no recipe, or a dtype of rows that none takes; a Thunder dtype will do."""
+    """Raise ValueError for an unknown recipe, or a dtype of rows (torch's or Thunder's) that recipes do not take."""
     if recipe is None:
         return
     if recipe not in RECIPES:
