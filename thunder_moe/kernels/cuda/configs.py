@@ -97,7 +97,7 @@ _WGMMA_SHAPES = ((8, 1, 4), (8, 2, 1), (8, 2, 2), (8, 2, 3), (16, 1, 2), (16, 1,
 
 @dataclass(frozen=True)
 class GemmConfig:
-    """Which grouped GEMM kernel, and its template parameters.
+    """A grouped GEMM kernel and its template parameters.
 
     Attributes:
         kernel: "split" (few rows per expert), "staged" (more of them), both by mma.sync, or "wgmma" (SM90); for weights

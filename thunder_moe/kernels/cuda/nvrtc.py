@@ -255,7 +255,7 @@ def _compile(source: str, expression: str, architecture: str) -> tuple[bytes, by
 
 
 def raise_error(status: int) -> NoReturn:
-    """Raise RuntimeError for a status of the driver that is none of success."""
+    """Raise RuntimeError for a status of the driver other than success."""
     from cuda.bindings import driver
 
     raise RuntimeError(f"CUresult: {driver.CUresult(status).name}")
