@@ -169,7 +169,7 @@ def load_lora_(model: nn.Module, path: str | Path, adapter: str = "default", *, 
 def set_adapter_(
     model: nn.Module, found: dict[str, Adapter], adapter: str, *, dropout: float = 0.0, freeze: bool = True
 ) -> None:
-    """Add adapters by the path of their linear, or fill those that are there.
+    """Add adapters by the path of their linear, or fill the existing ones.
 
     Raises:
         ValueError: shapes differ, adapters are merged, or other linears have an adapter of that name, which would stay.
