@@ -109,7 +109,7 @@ def positional(*args: Any, **options: Any) -> tuple[Any, ...]:
 
 
 def replace_calls(gm: fx.GraphModule) -> None:
-    """Replace Thunder's operator by ours in a graph and in those nested in it."""
+    """Replace Thunder's operator by ours in a graph and its nested graphs."""
     packet = theirs()
     ours = getattr(torch.ops.thunder_moe, NAME).default
     for module in gm.modules() if packet is not None else ():

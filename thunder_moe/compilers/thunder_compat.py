@@ -237,8 +237,8 @@ def refused_dtensors() -> dict[Any, Callable[..., Any]]:
 
 def refuse_changes_in_graphs(transforms: Sequence[Any], written: Sequence[Any]) -> None:
     """Refuse in-place changes of arguments inside Thunder's CUDA graphs. Thunder 0.2.6 captures a graph of copies of
-    the arguments, and loses what changes in those. What never moves (parameters, buffers) it does not copy, and changes
-    it in three runs before the capture. Unnecessary from the first Thunder release whose graphs keep such changes.
+    the arguments, and loses changes of the copies. It does not copy parameters and buffers, and changes them in three
+    runs before the capture. Unnecessary from the first Thunder release whose graphs keep such changes.
 
     Raises:
         NotImplementedError: a computation with CUDAGraphTransform changes arguments in place.

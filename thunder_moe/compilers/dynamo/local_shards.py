@@ -52,5 +52,5 @@ def _reads_local_alone(node: fx.Node) -> bool:
 
 
 def local_inputs(given: Sequence[Any], local: frozenset[int]) -> Sequence[Any]:
-    """Return the inputs of a graph with the local tensors of those at some positions; gradients reach the DTensors."""
+    """Return the inputs of a graph, with local tensors at the positions `local`; gradients reach the DTensors."""
     return [value.to_local() if at in local else value for at, value in enumerate(given)] if local else given

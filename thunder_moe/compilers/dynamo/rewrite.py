@@ -61,7 +61,7 @@ def rewrite(
     attention: bool | None = None,
     local: frozenset[int] = frozenset(),
 ) -> tuple[Rewritten, list[Decision], list[Others]]:
-    """Rewrite dynamo's graph and those nested in it, in place.
+    """Rewrite dynamo's graph and its nested graphs, in place.
 
     Args:
         attention: True if attention that repeats keys and values is rewritten; None: on CUDA. False leaves attention,
