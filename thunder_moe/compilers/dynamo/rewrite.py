@@ -154,8 +154,8 @@ class _Packing:
         return replace(packed, nodes=tuple(map(scope.thread_into_subgraph, packed.nodes)))
 
     def finish(self, sites: list[Site], memory: dict[str, Any], told_by: int | Tensor | None) -> Rewritten:
-        """Erase the 16-bit inputs that nothing reads any more, and return what the graph takes; `sites`: all that have
-        a weight."""
+        """Erase 16-bit inputs without readers, and return the graph's new inputs; `sites`: all GEMMs that have a
+        weight."""
         packed = dict.fromkeys(weight for key in self.packs for weight in key[2:])
         dropped = {node for node in packed if node.op == "placeholder" and not node.users}
         for node in dropped:

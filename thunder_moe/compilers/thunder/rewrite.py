@@ -195,7 +195,7 @@ def _replace(
 
 
 def _zeros_past_the_end(out: TensorProxy, offsets: TensorProxy, output: TensorProxy) -> list[BoundSymbol]:
-    """Return symbols that make `output` of `out`: torch's functions, which fuse with what reads it."""
+    """Return symbols that make `output` of `out`, by torch's functions, so that they fuse with its readers."""
     calls: list[BoundSymbol] = []
     trace = get_tracectx()
     trace.push_scope(calls)

@@ -114,8 +114,10 @@ def save_lora(
 def encode(
     model: Any, chosen: list[tuple[Target, Adapter]], per_expert: bool
 ) -> tuple[dict[str, Tensor], dict[str, Any], dict[str, int], dict[str, float]]:
-    """Return what the files of an adapter hold, the tensors and the configuration; and rank and alpha by what the files
-    name: parameters and dense layers, or the projections of experts as "...experts.#.gate_proj", for any expert."""
+    """Return tensors and configuration of an adapter's files, and ranks and alphas by the names in the files.
+
+    Names are of parameters, of dense layers, or of projections of any expert: "...experts.#.gate_proj".
+    """
     tensors: dict[str, Tensor] = {}
     ranks: dict[str, int] = {}
     alphas: dict[str, float] = {}
