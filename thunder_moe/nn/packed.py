@@ -1,6 +1,6 @@
 """`PackedModule`, the base of modules with a packed weight, kept as buffers whose shapes encode the layout.
-Called by nn.quantized and nn.linear; calls kernels.select for the layout that a device reads best, nn.snapshot and
-nn.adaptable.
+Base of the modules of nn.quantized and nn.linear; called by quantization, parallel and integrations.huggingface; calls
+kernels.select for the layout that a device reads best, nn.snapshot and nn.adaptable.
 
 Legend: E experts, N out_features, K in_features.
 """

@@ -1,5 +1,5 @@
 """The operators of 16-bit expert linears: thunder_moe::grouped_linear with its gradients, biases, writes into buffers.
-Called by nn and compilers; calls kernels.select.
+Called by nn, training, other ops, compilers and integrations.vllm; calls kernels.select.
 
     grouped_linear             rows x weight + bias * bias_scale    grouped_linear_out     the same into a buffer
     grouped_linear_dgrad       gradient of the rows                 ..._dgrad_out   the same into a buffer
