@@ -1,5 +1,5 @@
 """The gated activations of experts (SwiGLU and its variants) and their gradient, in plain torch.
-Called by kernels (the CPU and CUDA kernels compute the same), ops and integrations.huggingface; calls routing.
+Called by kernels (the CPU and CUDA kernels compute the same), ops and integrations; calls routing.
 
 Legend: M rows sorted by expert, E experts, I intermediate_size.
 """

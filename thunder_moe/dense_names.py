@@ -1,6 +1,6 @@
 """Recognizes dense layers by their names: routers, embeddings, encoders of images and sound, the decoder's linears; and
 lists linears that read the same tensor, by the names that engines merge and by class of transformers.
-Called by dense_linears and checkpoint; calls nothing of the package.
+Called by dense_linears, checkpoint, the command line and quantizer of huggingface; calls nothing of the package.
 """
 
 from __future__ import annotations

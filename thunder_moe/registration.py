@@ -33,7 +33,7 @@ def register(*packages: str) -> contextlib.ExitStack:
     block, unless an earlier call had registered the reader.
 
     Args:
-        *packages: "torch", "thunder" or "transformers"; none: those that are installed.
+        *packages: "torch", "thunder" or "transformers"; without any, all of these that are installed.
 
     Raises:
         ValueError: a package is not one of these.

@@ -1,5 +1,6 @@
 """The safetensors files of a checkpoint: has all headers checked against the files, then reads one tensor at a time.
-Called by all of checkpoint that reads tensors, and by integrations.huggingface; calls safetensors.
+Called by the modules of checkpoint that read tensors, quantization.kept_layers, tools and integrations.huggingface;
+calls safetensors.
 """
 
 from __future__ import annotations
@@ -206,7 +207,7 @@ def find_checkpoint(path: str | Path, revision: str | None = None, *, argument: 
 
 
 def expand_user(path: str | os.PathLike[Any], argument: str) -> Path:
-    """Return a path in which a home directory replaces ``~``.
+    """Return the path with ``~`` replaced by the home directory.
 
     Raises:
         ValueError: nobody knows the home directory; names the argument.
@@ -246,7 +247,7 @@ def _read_header(path: Path) -> dict[str, TensorInfo]:
 
 
 def _without_repeats(path: Path, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Build a JSON object; raise for repeated keys, of which safetensors silently takes one."""
+    """Build a JSON object; raise for repeated keys (safetensors silently takes one of them)."""
     found = dict(pairs)
     if len(found) < len(pairs):
         names = [name for name, _ in pairs]

@@ -36,7 +36,7 @@ FP8_SCALE_FIELDS = ("weight_scale_inv", "weight_scale", "scale_inv", "scale")
 # Scales of an MXFP8 weight: ModelOpt's and compressed-tensors' name, then the names of MiniMax and transformers (the
 # last one for all experts).
 MXFP8_SCALE_FIELDS = ("weight_scale", "weight_scale_inv", "scale_inv")
-# The field by which thunder_moe.finetune.lora stores a module's adapters beside its weight.
+# thunder_moe.finetune.lora stores a module's adapters beside its weight, in this field.
 ADAPTERS_FIELD = "lora_specs"
 # Fields that only quantized modules have; for modules of fused experts also "blocks" (MXFP4).
 QUANTIZED_FIELDS = ("weight_packed", "weight_scale", "weight_scale_2", "weight_global_scale")

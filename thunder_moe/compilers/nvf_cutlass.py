@@ -51,7 +51,7 @@ def _check_values(activation: Tensor, weight: WeightOperands, offsets: Tensor, *
 
 
 def _gradient(grad: Tensor, **_: Any) -> tuple[Tensor]:
-    # A backward gets other objects of the weight's tensors, for which it would be laid out again at each call.
+    # The weight's tensors are other objects in a backward, so the cache would lay them out again at each call.
     raise NotImplementedError(
         "nvf_cutlass::f16a_nvfp4weight_scaled_grouped_mm has no gradient: call the model under torch.no_grad(), or"
         " convert its experts by thunder_moe.from_thunder"
@@ -109,7 +109,7 @@ def positional(*args: Any, **options: Any) -> tuple[Any, ...]:
 
 
 def replace_calls(gm: fx.GraphModule) -> None:
-    """Replace Thunder's operator by ours in a graph and in those nested in it."""
+    """Replace Thunder's operator by ours in a graph and its nested graphs."""
     packet = theirs()
     ours = getattr(torch.ops.thunder_moe, NAME).default
     for module in gm.modules() if packet is not None else ():

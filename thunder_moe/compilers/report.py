@@ -212,7 +212,7 @@ class Graph:
     entries: list[RewriteEntry]  # its grouped GEMMs
     frame: tuple[str, int] | None = None  # the line of the code where it was traced (torch.compile)
     others: tuple[Others, ...] = ()  # its attention and routers
-    # the position of a weight among the inputs, by which models that share the graph are told apart
+    # the position among the inputs of a weight that tells apart the models that share the graph
     told_by: int | None = None
     all_calls: Calls | None = None  # the calls of a graph without such an input
     calls: dict[int, Calls] = field(default_factory=dict)  # by the id of that weight

@@ -1,5 +1,6 @@
 """The safety analysis of every rewrite: whether GEMMs may be moved, and whether a weight may be packed before the call.
-Called by dynamo/ and thunder/, each with its own graph as a list of steps; calls torch.
+Called by dynamo/ and thunder/, each with its own graph as a list of steps, and by huggingface/implementation.py; calls
+torch.
 
 A rewrite puts one operator in the place of several steps, so that some of them run later (or earlier) than written:
 

@@ -1,5 +1,5 @@
 """The spellings of torch's operations that matchers look for, as one table, and the parts of a SwiGLU.
-Called by routers.py, dynamo/nodes.py, dynamo/ and the matchers of Thunder's traces; calls ops/, for its operators.
+Called by routers.py, swiglu.py, and the matchers of dynamo/ and thunder/; calls ops/, for its operators.
 
 A matcher asks for the kind of an operation and for its arguments by name, however a program spells them:
 
@@ -43,15 +43,15 @@ class Spelling:
     """One signature of a kind of operation, and the functions that have it."""
 
     kind: str  # the name by which matchers know the operation; a kind may have several signatures
-    # Names by position; those behind "*" are keywords alone. "..." ignores others, where the result tells what matters.
+    # Names by position; names behind "*" are keyword-only. "..." ignores others: the result tells what matters.
     arguments: str
     methods: str = ""  # methods of torch.Tensor; torch's functions and Thunder's symbols of these names count, too
     names: str = ""  # functions and symbols that are not methods of torch.Tensor, or whose method has another signature
     functions: tuple[Callable[..., Any], ...] = ()  # functions with other names
 
     def named(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any] | None:
-        """Return the arguments of a call by name, in order, without those that are None; None if the signature has
-        others."""
+        """Return the arguments of a call that are not None, by name, in order; None if the call has an argument that
+        the signature lacks."""
         positional, _, keywords = (part.replace("...", "").split() for part in self.arguments.partition("*"))
         more = args[len(positional) :]
         named = {k: v for k, v in zip(positional, args, strict=False) if v is not None or k == "index"}  # x[None]

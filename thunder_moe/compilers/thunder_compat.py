@@ -166,7 +166,7 @@ def _recipe_on_transformers_5(recipes: Any) -> None:
 
 def with_python_types(name: str) -> Callable[..., Any]:
     """Return a function of thunder.torch that makes tensors and takes a Python type as the dtype. Thunder 0.2.6 passes
-    such a type on to where only its own dtypes are known. Unnecessary from the first Thunder release that takes it."""
+    such a type to code that knows only Thunder's dtypes. Unnecessary from the first Thunder release that takes it."""
     by_type = {bool: torch.bool, int: torch.int64, float: torch.float64}
 
     def make(*args: Any, dtype: Any = None, **options: Any) -> Any:
@@ -237,8 +237,8 @@ def refused_dtensors() -> dict[Any, Callable[..., Any]]:
 
 def refuse_changes_in_graphs(transforms: Sequence[Any], written: Sequence[Any]) -> None:
     """Refuse in-place changes of arguments inside Thunder's CUDA graphs. Thunder 0.2.6 captures a graph of copies of
-    the arguments, and loses what changes in those. What never moves (parameters, buffers) it does not copy, and changes
-    it in three runs before the capture. Unnecessary from the first Thunder release whose graphs keep such changes.
+    the arguments, and loses changes of the copies. It does not copy parameters and buffers, and changes them in three
+    runs before the capture. Unnecessary from the first Thunder release whose graphs keep such changes.
 
     Raises:
         NotImplementedError: a computation with CUDAGraphTransform changes arguments in place.
@@ -273,7 +273,7 @@ def refuse_delayed_changes(backward_trace: Any) -> None:
 
 
 def route_thunderfx(takes: Callable[[Any], bool], compile_graph: Callable[..., Any]) -> None:
-    """Have `compile_graph(compiler, gm, inputs)` compile dynamo's graphs instead of a ThunderCompiler that `takes`.
+    """Let `compile_graph(compiler, gm, inputs)`, not ThunderCompiler, compile dynamo's graphs if `takes(compiler)`.
     Thunder 0.2.6 has no other way for an executor to see a graph before thunderfx splits it.
     Unnecessary from the first Thunder release in which an executor can take part in that."""
 

@@ -1,5 +1,5 @@
 """Add LoRA adapters to experts, quantized or not, and to quantized dense layers; switch and remove them.
-Called by users, merge and integrations.huggingface.lora; calls nn.lora for the modules.
+Called by users, merge and integrations.huggingface; calls nn.lora for the modules.
 
 add_lora_(model) -> train -> merge.merge_lora_, or keep the adapters beside the weights
 """

@@ -1,5 +1,5 @@
 """The NVFP4 number format: `quantize`, `dequantize`.
-Called by kernels, weight_cache, quantization, checkpoint and integrations; calls plain torch, weight and checks.
+Called by registry, mxfp8, kernels, nn, ops, quantization and integrations; calls plain torch, weight, checks and gptq.
 
 `weight` has the formula of a value. Legend: E experts, N output features, K input features of the GEMM.
 """

@@ -1,7 +1,7 @@
 """The number formats that weights can be quantized to, by name.
-Called by kernels, nn, quantization and benchmarks; calls the modules of the formats.
+Called by selection and all code that takes a format by name, from checkpoint to tools; calls the formats' modules.
 
-A new format is one entry of `FORMATS`. MXFP4, which checkpoints hold, is none: mxfp4 makes NVFP4 of it, exactly.
+A new format is one entry of `FORMATS`. MXFP4 has no entry: mxfp4 converts the MXFP4 of checkpoints to NVFP4, exactly.
 """
 
 from __future__ import annotations

@@ -20,11 +20,12 @@ _SHARED_IN_FIRST = 0x06030603
 def to_tiled(qdata: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
     """Convert linear codes (E, N, K // 2) and scales (E, N, S) to 64 x 64 blocks for tensor cores, in the same shapes.
 
-    The values stay exactly the same. `from_tiled` restores the bytes exactly, too, but for codes in blocks of 16
-    weights whose scale byte is 0: they have no effect, and become 0 (the quantizer writes 0 there). A thread reads its
-    left operands of 64 k at once, 16 bytes. It extracts a pair of codes from a word by a shift and a mask at most, and
-    a pair of scales by a mask and an or, every other pair also by a rotation. Shifts to the left are the cheapest:
-    another unit multiplies.
+    The values stay exactly the same. `from_tiled` also restores the bytes exactly, with one exception: codes in blocks
+    of 16 weights whose scale byte is 0 become 0. They have no effect, and the quantizer writes 0 there.
+
+    A thread reads its left operands of 64 k at once, 16 bytes. It extracts a pair of codes from a word by a shift and
+    a mask at most, and a pair of scales by a mask and an or, every other pair also by a rotation. Shifts to the left
+    are the cheapest, because they run as multiplications on another unit.
 
     Codes are bytes [E, N/64, K/64, 2048]; a block is [4 warps w][32 lanes][4 words s][4 bytes, the lowest first]. Lane
     4 * g + t of warp w has the rows g and g + 8 of the block's rows 16 w to 16 w + 15, and word s the 16 k from

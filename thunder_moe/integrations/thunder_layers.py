@@ -35,7 +35,7 @@ _HOME = "layers_for_inference_benchmark"  # a module of Thunder's, which nvFuser
 def from_thunder(module: nn.Module) -> nn.Module:
     """Convert a layer of Lightning Thunder's inference benchmark, exactly.
 
-    The classes are those of ``thunder.benchmarks.layers_for_inference_benchmark``, of release 0.2.6 and later, and of
+    The classes are defined in ``thunder.benchmarks.layers_for_inference_benchmark`` of release 0.2.6 and later, and in
     the copy in nvFuser's benchmarks:
 
     - ``GroupedLinear``, ``GroupedSwiGLU``, ``SwiGLU`` and ``Llama4MoE`` become the classes of the same name here, which

@@ -47,7 +47,8 @@ def add_norm_linear_router(
 def _add_norm(x: Tensor, residual: Tensor, weight: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
     """Return x + residual, and its RMS norm, which is rounded before the product with the weight, as Llama's is."""
     total = x + residual
-    if is_batch_invariant() and not x.is_cpu:  # a block of threads per row; those of `mean` depend on the rows
+    # rms_norm has one block of threads per row; the blocks of `mean` depend on the number of rows.
+    if is_batch_invariant() and not x.is_cpu:
         return total, F.rms_norm(total, total.shape[-1:], eps=epsilon) * weight
 
     def normalize(rows: Tensor) -> Tensor:

@@ -1,5 +1,5 @@
 """The batch-invariant mode: a row's bits depend on that row's operands alone. `batch_invariant` switches it on.
-Called by users, ops.operator, the backends and integrations, which ask `is_batch_invariant`; calls torch alone.
+Called by users; kernels, nn.lora, ops.experts_lora and integrations ask `is_batch_invariant`. Calls torch alone.
 
 Backends then choose kernels by the weight, never by the number of rows, and sum over K in one order: the docstring of
 `GemmConfig.parts_of_k` (kernels/cuda/configs.py) has the order on CUDA, `grouped_mm` of kernels/cpu/backend.py on a
@@ -24,7 +24,7 @@ _process = False
 
 @contextlib.contextmanager
 def batch_invariant() -> Iterator[None]:
-    """Make operators inside give each row the same bits, whatever other rows there are.
+    """Make operators inside give each row the same bits beside any other rows.
 
     A row's result then depends on its own operands alone: not on the number of rows, their order, the experts of other
     rows, or the run. It covers the experts, grouped and dense layers of packed weights, routers with their linear
@@ -76,8 +76,8 @@ def refuse_plain_torch(rows: Tensor) -> None:
 def by_rows(function: Callable[..., Any], *rows: Tensor) -> Any:
     """Return a function's result, or tuple of results, for rows (M, ...): in the batch-invariant mode one at a time.
 
-    Each row is copied first, since torch's kernels may depend on the alignment. Functions that are no product need it,
-    too: torch computes an exponential in another way at the end of a tensor, where no whole vector is left.
+    Each row is copied first, since torch's kernels may depend on the alignment. Elementwise functions need this too:
+    torch computes an exponential differently at the end of a tensor, where no whole vector is left.
 
     Raises:
         ValueError: the mode is on, and the rows are not on a CPU.

@@ -136,10 +136,10 @@ def write(key: str, content: bytes) -> None:
 def one_process(key: str, work: str) -> Iterator[None]:
     """Hold the lock of a key, so that other processes wait instead of doing the same work.
 
-    The system drops the lock when its holder ends, also when that is killed, and a forked process does not inherit it.
-    If the folder cannot be written or has no locks, as on some network file systems, processes do not wait: each does
-    the work itself, which is safe, since `write` is atomic. A process that has waited for `_PATIENCE` seconds, perhaps
-    for a stopped holder, does the same. Threads of one process need a lock of their own.
+    The system drops the lock when its holder ends or is killed, and a forked process does not inherit it. If the folder
+    cannot be written, or the file system has no locks (some network file systems), processes do not wait. Then each
+    does the work itself; this is safe, because `write` is atomic. A process that has waited for `_PATIENCE` seconds,
+    perhaps for a stopped holder, does the same. Threads of one process need a lock of their own.
 
     Args:
         key: as in `read`.

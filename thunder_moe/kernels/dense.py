@@ -14,11 +14,11 @@ from thunder_moe.kernels.select import preferred_layout, select
 
 __all__ = ["SlowerFrom", "slower_from", "why_slower"]
 
-# The least number of weights (out_features * in_features) with which a quantized layer is faster at few rows, by the
-# layout that its device prefers, or by the device. Times faster than bf16, calls in a row, on an H200 at 8 / 32 / 64
-# rows: 1024 x 2048 1.73 / 1.60 / 1.33, 2048 x 2048 1.68 / 1.59 / 1.38; without clusters of blocks, as on other devices,
-# 2048 x 2048 0.94 at 8 rows, 2048 x 4096 1.32. On a Zen 5, one thread, at 1 / 8 rows: 512 x 512 0.67 / 0.86, 1024 x
-# 1024 1.99 / 1.45.
+# A quantized layer with at least so many weights (out_features * in_features) is faster at few rows; by the layout that
+# its device prefers, or by the device. Times faster than bf16, calls in a row, on an H200 at 8 / 32 / 64 rows: 1024 x
+# 2048 1.73 / 1.60 / 1.33, 2048 x 2048 1.68 / 1.59 / 1.38; without clusters of blocks, as on other devices, 2048 x 2048
+# 0.94 at 8 rows, 2048 x 4096 1.32. On a Zen 5, one thread, at 1 / 8 rows: 512 x 512 0.67 / 0.86, 1024 x 1024 1.99 /
+# 1.45.
 _LEAST_WEIGHTS = {TILED_64X64: 1 << 21, "cuda": 1 << 23, "cpu": 1 << 20}
 
 

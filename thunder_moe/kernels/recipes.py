@@ -1,5 +1,6 @@
 """The products of an 8-bit recipe: grouped GEMMs and their gradients of operands that are rounded to E4M3.
-Called through kernels.select; calls formats.mxfp8 for its rounding, routing, and the 16-bit products that it is given.
+Called by training_reference and cuda.recipes, and by ops for the names of recipes; calls formats.mxfp8 for its
+rounding, routing, and the 16-bit products that it is given.
 
 A recipe rounds both operands of each product along the dimension that the product sums over:
 

@@ -1,5 +1,5 @@
 """The reference backend in plain torch: every device, every dtype, never the fastest.
-Called by kernels.select; calls formats, routing, activations and torch's own matrix products.
+Called by kernels.select and the other backends; calls formats, routing, activations and torch's matrix products.
 
 dequantize one expert -> GEMM over its rows -> (gate half, up half -> SwiGLU). On a CPU only experts that have rows are
 dequantized, one at a time, so the extra memory is one expert. On other devices the offsets stay on the device (no

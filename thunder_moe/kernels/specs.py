@@ -1,5 +1,5 @@
 """Specs: what decides which kernels run for one kind of work, as frozen dataclasses without tensors.
-Called by the modules of kernels/cuda; calls activations and routing for their dataclasses.
+Called by the modules of kernels/cuda and compilers/dynamo/add_norm.py; calls activations and routing (dataclasses).
 
 A spec is printed and compared without a device: `Target` has what a device contributes. Legend: M rows, T tokens,
 A experts of a token, E experts, H hidden_size, I intermediate_size, N output and K input features.

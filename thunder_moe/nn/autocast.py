@@ -1,5 +1,5 @@
-"""The dtype that autocast has modules of experts compute in.
-Called by the other files of nn and by integrations.huggingface; calls torch alone.
+"""The dtype in which modules of experts compute under autocast.
+Called by the other files of nn, training, parallel and integrations.huggingface; calls torch alone.
 """
 
 from __future__ import annotations

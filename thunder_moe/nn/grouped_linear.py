@@ -1,6 +1,6 @@
 """`GroupedLinear`: one linear map per expert, as a single grouped GEMM.
-Called by users, nn.swiglu, training.grouped_mlp, quantization and integrations.huggingface; calls the operators of
-ops.grouped_linear, which compilers rewrite, and ops.grouped_linear_into.
+Called by users, the other modules of nn, training, quantization (through nn), parallel and integrations.huggingface;
+calls the operators of ops.grouped_linear, which compilers rewrite, and ops.grouped_linear_into.
 
 Legend: M rows sorted by expert, E experts, N out_features, K in_features. `offsets` is int32 or int64 (E,): cumulative
 row ENDS, group 0 starts at row 0.

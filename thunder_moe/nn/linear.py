@@ -1,5 +1,5 @@
 """`NVFP4Linear`, the 4-bit (or MXFP8) form of nn.Linear, and the modules of linears whose weights are stacked in one.
-Called by users, dense_linears and integrations.huggingface; calls the operator of ops.scaled_mm.
+Called by users, quantization, finetune and integrations.huggingface; calls the operator of ops.scaled_mm.
 
 Legend: ... any leading dimensions, N out_features, K in_features.
 """

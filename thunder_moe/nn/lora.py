@@ -1,6 +1,6 @@
 """Add LoRA adapters to linears of experts and to 4-bit dense ones: subclasses that take the place of their classes.
-Called by finetune.lora, which adds them, and by integrations.huggingface; calls nn.grouped_linear, nn.quantized,
-nn.linear.
+Called by finetune, which adds and merges them, parallel.shards and integrations.huggingface; calls nn.grouped_linear,
+nn.quantized and nn.linear.
 
 y = W x + b  ->  y + scaling * B (A x), for each active adapter, as two (grouped) GEMMs beside the one of W
 

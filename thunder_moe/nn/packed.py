@@ -1,6 +1,6 @@
 """`PackedModule`, the base of modules with a packed weight, kept as buffers whose shapes encode the layout.
-Called by nn.quantized and nn.linear; calls kernels.select for the layout that a device reads best, nn.snapshot and
-nn.adaptable.
+Base of the modules of nn.quantized and nn.linear; called by quantization, parallel and integrations.huggingface; calls
+kernels.select for the layout that a device reads best, nn.snapshot and nn.adaptable.
 
 Legend: E experts, N out_features, K in_features.
 """
@@ -210,10 +210,9 @@ class PackedModule(AdaptableLinear):
         return operands(weight)
 
     def _in_rows(self, tensors: list[Tensor], format: BlockFormat) -> tuple[str, list[Tensor]]:
-        """Return the layout of tensors that are shaped as the buffers, and views whose codes and scales are rows of the
-        weight, without the dimension of experts where the buffers lack it.
+        """Return the layout of tensors with the buffers' shapes, and views of them with codes and scales in rows.
 
-        A compiler traces each line for each weight of a model.
+        The views lack the dimension of experts if the buffers do. A compiler traces each line for each weight.
         """
         qdata, scale, *others = tensors
         layout = layout_of_blocks(qdata, scale, format, of_experts=self._of_experts)
@@ -435,7 +434,7 @@ def _would_lose_codes(weight: PackedWeight, layout: str) -> bool:
 
 
 def _by_bits(state_dict: dict[str, Any], prefix: str, format: BlockFormat) -> dict[str, Any]:
-    """Return a state dict whose packed weight has our dtypes: bytes that were saved as such are taken unchanged.
+    """Return a state dict whose packed weight has our dtypes: tensors that were saved as bytes are reinterpreted.
 
     Raises:
         ValueError: another dtype, which torch would convert by value, or a weight in another number format.

@@ -1,6 +1,6 @@
-"""The modules of experts with packed weights, NVFP4GroupedLinear and NVFP4GroupedSwiGLU, which take MXFP8's, too.
-Called by users, nn.llama4, quantization.grouped_experts and integrations.huggingface; calls the package's operators,
-and packed for what 4-bit modules share.
+"""The modules of experts with packed weights: NVFP4GroupedLinear and NVFP4GroupedSwiGLU, for NVFP4 and MXFP8.
+Called by users, nn.llama4, nn.lora and training, and, mostly through nn, by quantization, finetune, parallel and
+integrations; calls the operators of ops, and packed for what 4-bit modules share.
 
 Legend: M rows sorted by expert, E experts, H hidden_size, I intermediate_size, N out_features, K in_features.
 """

@@ -1,5 +1,5 @@
 """`Snapshot`: the weight that forwards of a module read while other threads replace it, never a mixture of two weights.
-Called by nn.packed, which takes snapshots and replaces buffers; calls torch alone.
+Called by nn.packed, which takes snapshots, and quantization.quantize, which replaces buffers; calls torch alone.
 
 A weight is several buffers, which get new memory one after the other. A snapshot has aliases of them, taken between two
 replacements, which keep their memory alive for as long as a forward uses them. It is current while the buffers have the

@@ -1,5 +1,6 @@
 """`SwiGLU`, the dense feed-forward block, and `GroupedSwiGLU`, the same with one set of weights per expert.
-Called by users, nn.llama4 and quantization.grouped_experts; calls nn.grouped_linear.
+Called by users, nn.llama4 and, through nn, by quantization, parallel and integrations.thunder_layers; calls
+nn.grouped_linear.
 
 Legend: M rows sorted by expert, E experts, H hidden_size, I intermediate_size.
 """

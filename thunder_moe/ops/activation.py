@@ -1,6 +1,6 @@
 """The operator thunder_moe::scaled_activation, times a factor per row; and thunder_moe::activated_grouped_linear, which
 runs it on the rows of an expert linear and recomputes it in the backward.
-Called by nn and compilers; calls kernels.select and the operators of ops.grouped_linear.
+Called by nn, training, compilers and integrations.vllm; calls kernels.select and the operators of ops.grouped_linear.
 
     scaled_activation         (M, D) -> activation -> times scales (M,) -> (M, I), rounded once
     activated_grouped_linear  that, then rows x weight + bias * scales; keeps its input, not the rows of the GEMM

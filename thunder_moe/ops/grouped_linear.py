@@ -1,5 +1,5 @@
 """The operators of 16-bit expert linears: thunder_moe::grouped_linear with its gradients, biases, writes into buffers.
-Called by nn and compilers; calls kernels.select.
+Called by nn, training, other ops, compilers and integrations.vllm; calls kernels.select.
 
     grouped_linear             rows x weight + bias * bias_scale    grouped_linear_out     the same into a buffer
     grouped_linear_dgrad       gradient of the rows                 ..._dgrad_out   the same into a buffer
@@ -49,7 +49,7 @@ def check_offsets(offsets: Tensor, experts: int, like: Tensor) -> None:
 
 
 def check_recipe(recipe: str | None, dtype: Any) -> None:
-    """Raise ValueError for a name that is no recipe, or a dtype of rows that none takes; a Thunder dtype will do."""
+    """Raise ValueError for an unknown recipe, or a dtype of rows (torch's or Thunder's) that recipes do not take."""
     if recipe is None:
         return
     if recipe not in RECIPES:

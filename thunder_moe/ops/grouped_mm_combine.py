@@ -1,6 +1,6 @@
 """The operator thunder_moe::f16a_nvfp4weight_grouped_mm_combine: the second expert GEMM and the weighted sum per token;
 and the same for MXFP8 weights.
-Called by ops.experts, integrations and compiled graphs; calls kernels.select and kernels.gradients.
+Called by users and ops.experts; calls kernels.select and kernels.gradients.
 
 rows (M, K) -> GEMM -> + bias -> times the router's weight -> sum over each token's slots -> (T, N)
 """

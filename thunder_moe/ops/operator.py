@@ -507,7 +507,7 @@ def weight_operator(**description: Any) -> Callable[[Callable[..., R]], Callable
 
 
 def operator_for(name: str, format: BlockFormat = NVFP4) -> Callable[..., Any]:
-    """Return the callable by which modules run an operator, given its NVFP4 name, for weights of a number format.
+    """Return the callable that runs an operator, given its NVFP4 name, on weights of a number format.
 
     In eager code it is the `Operator`, which leaves the dispatcher out where it can; compilers see torch's own object.
     """

@@ -1,5 +1,5 @@
 """The operator thunder_moe::moe_route: the top-k expert ids of tokens -> the order of rows for grouped GEMMs.
-Called by ops.experts, integrations and compiled graphs; calls kernels.select.
+Called by users, ops.experts, ops.experts_lora, parallel and compiled graphs; calls kernels.select.
 
 Legend: T tokens, A = top_k, slot = t * A + a, M = T * A rows, E experts.
 """

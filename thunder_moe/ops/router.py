@@ -1,6 +1,6 @@
 """Operators of routers: moe_router, logits -> scores, expert ids and the order of rows; moe_linear_router, the same
 behind a linear layer.
-Called by integrations, nn, users and compiled graphs; calls kernels.select, and routing for the gradient.
+Called by users, integrations.huggingface, parallel and compiled graphs; calls kernels.select, and routing (gradient).
 
 Legend: T tokens, H hidden_size, E experts, A = top_k, slot = t * A + a, M = T * A rows.
 """

@@ -1,6 +1,6 @@
 """The operator thunder_moe::f16a_nvfp4weight_scaled_mm, a dense layer with one NVFP4 weight, and its gradient; both
 also exist for MXFP8 weights.
-Called by nn.linear and compiled graphs; calls kernels.select.
+Called by users, nn.linear, ops.add_norm, integrations.vllm and compiled graphs; calls kernels.select.
 
 Legend: ... any leading dimensions, of which there may be none, N output features, K input features.
 """

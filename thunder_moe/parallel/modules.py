@@ -1,5 +1,5 @@
 """The forwards of modules whose experts are spread over ranks: `make_parallel` gives a module its own.
-Called by parallel.styles, and by users through those modules; calls parallel.exchange and load, nn, and the operators
+Called by parallel.styles, and by users who call the modules; calls parallel.exchange and load, nn, and the operators
 that route and combine.
 
 Expert parallel:  start the exchange -> shared expert meanwhile -> this rank's experts -> sums back

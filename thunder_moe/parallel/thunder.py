@@ -1,4 +1,4 @@
-"""What `thunder.jit` traces in place of the functions of parallel.modules that communicate.
+"""Lookasides: symbols that `thunder.jit` traces in place of the functions of parallel.modules that communicate.
 Called by compilers.thunder.lookasides, if parallel.modules is imported; calls compilers.thunder.distributed_symbols.
 """
 

@@ -1,5 +1,5 @@
 """Chooses the modules that a conversion of a model replaces, by the options, and checks them ahead of any change.
-Called by quantize, finetune.qat, tools.sensitivity and integrations.huggingface.on_load; loops over families and
+Called by quantize, calibrate, finetune, tools and integrations.huggingface.on_load; loops over families and
 dense_linears; calls selection for the options, replaceable for what wraps modules.
 """
 

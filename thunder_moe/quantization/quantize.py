@@ -90,7 +90,7 @@ def quantize_(
             modules that no pattern covers become "nvfp4". Or a function of a module and its name that returns a format
             or None. Dense layers that read the same rows are stacked if they have one format.
         filter: the experts and dense layers that become 4-bit; None: all. A pattern, a list of patterns, or a function
-            of a module and its name that returns True for those to take. When it declines a `GroupedSwiGLU` it is
+            of a module and its name that returns True to convert it. When it declines a `GroupedSwiGLU` it is
             asked about each of its three projections.
         ignore: a pattern or a list of patterns of experts and dense layers that stay 16-bit even if `filter` takes
             them.

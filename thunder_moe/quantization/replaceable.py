@@ -1,6 +1,6 @@
 """Checks that a module may be replaced by its 4-bit or 16-bit form: one without hooks, wrappers or extra tensors.
-Called by choose, dense_linears, grouped_experts, finetune.lora and integrations.huggingface; calls nn for its classes,
-and knows how accelerate wraps a forward.
+Called by the other modules of quantization, finetune.lora and integrations; calls nn for its classes, and knows how
+accelerate wraps a forward.
 """
 
 from __future__ import annotations

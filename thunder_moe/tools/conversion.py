@@ -1,5 +1,6 @@
 """Measures what a conversion has changed: the output of each quantized module, and the divergence of the whole model.
-Called by the command line (`convert --report`) and users; calls divergence, and matplotlib for the plot.
+Called by the command line (`convert --report`) and users; calls quantization to find the modules, divergence, and
+matplotlib for the plot.
 """
 
 from __future__ import annotations

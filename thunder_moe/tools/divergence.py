@@ -1,5 +1,5 @@
 """Compares quantized language models with their 16-bit one on a text: KL divergence, top-1 agreement and loss.
-Called by users; calls the models, and sensitivity's check of the text.
+Called by users and conversion; calls the models, and sensitivity's check of the text.
 """
 
 from __future__ import annotations

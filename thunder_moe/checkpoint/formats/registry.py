@@ -41,7 +41,7 @@ def check_quantization(quantization: dict[str, Any]) -> str:
         quantization: its quantization_config.
 
     Raises:
-        ValueError: another method, algorithm, format or block size than those that are read here.
+        ValueError: the method, algorithm, format or block size is not one that this package reads.
     """
     method = MXFP8_MODULES.method if MXFP8_MODULES.is_named(quantization) else quantization.get("quant_method")
     if not isinstance(method, str) or method not in FORMATS:

@@ -1,5 +1,5 @@
 """Finds blocks that run all experts on all tokens, as transformers' Llama 4 does, though its router chose a few.
-Called by rewrite.py; calls sites.py, and safety.py for the operations between the products.
+Called by rewrite.py; calls sites.py, and effects.py for the operations between the products.
 
     scores = sigmoid(full(-inf).scatter(1, indices, values))               (T, E): 0 where the router did not choose,
     rows = (tokens.repeat(E, 1) * scores.T.reshape(-1, 1)).view(E, T, H)   so those rows are exactly 0,

@@ -96,9 +96,9 @@ def compile_inner(
 
 
 def _owner() -> Any:
-    """Return the wrapper with which torch.compile calls its backend; each torch.compile has one, which identifies it.
+    """Return torch.compile's wrapper of its backend: it identifies a call of torch.compile, because each has its own.
 
-    Dynamo's running translation has it. None without a translation, as when a backend is called by hand.
+    Dynamo's running translation holds it. None without a translation, for example if a user calls a backend directly.
     """
     try:
         translator = torch._dynamo.symbolic_convert.InstructionTranslator.current_tx()

@@ -5,8 +5,8 @@ Called by rewrite.py, gathered_bmm_pattern.py and fused_moe_pattern.py; calls sc
     sorted_ids = sort(ids)[0];  mask = (sorted_ids >= E).unsqueeze(-1)                            false throughout
     sorted_ids.clamp_(max=E - 1);  rows.masked_fill_(mask, 0);  y = y.masked_fill(mask, 0)    do nothing: erased
 
-So transformers 5.17 masks the rows of experts that another process has. The ids of those are not a top-k's alone, and
-ids that a graph is given are anybody's: such masks stay.
+transformers 5.17 masks the rows of experts that another process has in this way. Ids of a shared model do not come from
+a top-k alone, and the source of ids that are inputs of a graph is unknown: such masks stay.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 """Finds layers whose experts are all in a graph, from the rows of tokens to their weighted sum: one operator runs them.
-Called by rewrite.py with the GEMMs that are to be rewritten; calls sites.py, expert_ids.py, and safety.py for the
+Called by rewrite.py with the GEMMs that are to be rewritten; calls sites.py, expert_ids.py, and effects.py for the
 operations between.
 
     order = argsort(ids.flatten()); offsets = cumsum(histc(ids)) or scatter_add, bincount

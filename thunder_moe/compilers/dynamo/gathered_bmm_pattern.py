@@ -1,5 +1,5 @@
 """Finds batched products of rows with the weights of each row's expert, as transformers' "batched_mm" makes them.
-Called by rewrite.py; calls sites.py, expert_ids.py, and safety.py for the operations between the products.
+Called by rewrite.py; calls sites.py, expert_ids.py, and effects.py for the operations between the products.
 
     y = bmm(gate_up[ids], rows.unsqueeze(-1)).squeeze(-1)      gate_up (E, N, K), rows (S, K), ids (S,)
     z = bmm(down[ids], (silu(gate) * up).unsqueeze(-1)).squeeze(-1), [gate | up] = y

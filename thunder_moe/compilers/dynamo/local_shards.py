@@ -24,7 +24,8 @@ def take_local_shards(
 ) -> tuple[fx.GraphModule, Sequence[Any], frozenset[int]]:
     """Return a graph that takes local tensors, its example inputs, and the positions of these tensors.
 
-    They replace DTensors of which the graph reads ``to_local()`` alone. Without any, graph and inputs are returned."""
+    They replace DTensors if the graph reads nothing of them but ``to_local()``. Without such DTensors, graph and inputs
+    are returned unchanged."""
     pairs = enumerate(zip(gm.graph.find_nodes(op="placeholder"), inputs, strict=True))
     local = frozenset(at for at, (node, value) in pairs if local_data(value) is not value and _reads_local_alone(node))
     if not local:
@@ -51,5 +52,5 @@ def _reads_local_alone(node: fx.Node) -> bool:
 
 
 def local_inputs(given: Sequence[Any], local: frozenset[int]) -> Sequence[Any]:
-    """Return the inputs of a graph with the local tensors of those at some positions; gradients reach the DTensors."""
+    """Return the inputs of a graph, with local tensors at the positions `local`; gradients reach the DTensors."""
     return [value.to_local() if at in local else value for at, value in enumerate(given)] if local else given

@@ -61,7 +61,7 @@ def rewrite(
     attention: bool | None = None,
     local: frozenset[int] = frozenset(),
 ) -> tuple[Rewritten, list[Decision], list[Others]]:
-    """Rewrite dynamo's graph and those nested in it, in place.
+    """Rewrite dynamo's graph and its nested graphs, in place.
 
     Args:
         attention: True if attention that repeats keys and values is rewritten; None: on CUDA. False leaves attention,
@@ -154,8 +154,8 @@ class _Packing:
         return replace(packed, nodes=tuple(map(scope.thread_into_subgraph, packed.nodes)))
 
     def finish(self, sites: list[Site], memory: dict[str, Any], told_by: int | Tensor | None) -> Rewritten:
-        """Erase the 16-bit inputs that nothing reads any more, and return what the graph takes; `sites`: all that have
-        a weight."""
+        """Erase 16-bit inputs without readers, and return the graph's new inputs; `sites`: all GEMMs that have a
+        weight."""
         packed = dict.fromkeys(weight for key in self.packs for weight in key[2:])
         dropped = {node for node in packed if node.op == "placeholder" and not node.users}
         for node in dropped:

@@ -67,7 +67,7 @@ class _Graph:
         return {name: self._as_read(value, operation) for name, value in given(operation).items()}
 
     def _as_read(self, value: Any, reader: fx.Node) -> Any:
-        """Return the node that made what a tensor holds when a node reads it: one that changed it in place before."""
+        """Return the node that last wrote a tensor before `reader` reads it, also in place."""
         if not isinstance(value, fx.Node):
             return value
         before = self.positions.get(reader, -1)

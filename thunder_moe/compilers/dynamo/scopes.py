@@ -174,7 +174,7 @@ def _name_of(call: fx.Node) -> str:
 
 
 def _operands(call: Any) -> tuple[Any, ...] | None:
-    """Return the operands that the placeholders of the bodies stand for; None if that is not known."""
+    """Return the operands that become the placeholders of the bodies; None for an unknown higher-order operator."""
     place = _OPERANDS.get(_name_of(call))
     return None if place is None else tuple(call.args[place])
 

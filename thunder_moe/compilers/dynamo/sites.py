@@ -64,7 +64,7 @@ class Site:
 
 
 class Weights:
-    """The parameters and buffers among the inputs of a graph and of those nested in it."""
+    """The parameters and buffers among the inputs of a graph and of its nested graphs."""
 
     def __init__(self, scopes: list[Scope], tensors: dict[fx.Node, torch.Tensor]) -> None:
         """

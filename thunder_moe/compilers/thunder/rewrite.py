@@ -195,7 +195,7 @@ def _replace(
 
 
 def _zeros_past_the_end(out: TensorProxy, offsets: TensorProxy, output: TensorProxy) -> list[BoundSymbol]:
-    """Return symbols that make `output` of `out`: torch's functions, which fuse with what reads it."""
+    """Return symbols that make `output` of `out`, by torch's functions, so that they fuse with its readers."""
     calls: list[BoundSymbol] = []
     trace = get_tracectx()
     trace.push_scope(calls)
@@ -209,7 +209,7 @@ def _zeros_past_the_end(out: TensorProxy, offsets: TensorProxy, output: TensorPr
 
 
 def _gate_up_bias(call: SwiGLU, before: list[BoundSymbol]) -> TensorProxy:
-    """Return the bias of a SwiGLU with the gate's part first; add the symbol that sorts it to those before the call."""
+    """Return the bias of a SwiGLU with the gate's part first; append the symbol that sorts it to `before`."""
     assert call.bias is not None
     if not call.interleaved:
         return call.bias
@@ -233,7 +233,7 @@ def _reads_live_rows_alone(computation: Computation, output: TensorProxy, offset
 
 
 def _saved(computation: Computation, site: Site, *operands: TensorProxy) -> tuple[list[TensorProxy], list[BoundSymbol]]:
-    """Return operands of a GEMM as its backward may save them, and the symbols that copy those that change later.
+    """Return operands of a GEMM that its backward may save, and the symbols that copy operands which change later.
 
     Eager autograd refuses the backward then; Thunder would go on with the changed values."""
     program, saved, clones = computation.program, [], []

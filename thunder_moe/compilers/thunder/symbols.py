@@ -1,5 +1,5 @@
 """The symbols that moe_executor puts into Thunder's traces: meta, implementation and gradient of each.
-Called by rewrite.py, training_symbols.py and executor.py; calls the operators of ops and weight_cache.py.
+Called by the other modules of this folder; calls the operators of ops and weight_cache.py.
 
 16-bit:  moe_grouped_mm, with the dgrad and wgrad that Thunder 0.2.6 lacks.
 Packed:  every operator that `ops.operator.OPERATORS` describes, by its own name, and its gradient with "_backward".

@@ -147,8 +147,8 @@ def _add_example_values(gm: fx.GraphModule) -> None:
 
 
 def _spell_out_sizes(graph: fx.Graph) -> None:
-    """Replace a torch.Size that is an argument (``y.reshape(x.shape)``) by its numbers, and calls that give an int:
-    thunderfx splits graphs at both, and its autograd fails where either is the result of a part."""
+    """Replace sizes by their numbers: a torch.Size as an argument (``y.reshape(x.shape)``), and calls that give ints.
+    thunderfx splits graphs at both, and its autograd fails if either is the result of a part."""
     for node in graph.find_nodes(op="call_method", target="size"):
         value: Any = value_of(node)
         users = [user for user in node.users if user.target is not operator.getitem]

@@ -293,8 +293,8 @@ def _written(bsym: BoundSymbol) -> Iterator[Proxy]:
 
 
 def _is_opaque(leaf: BoundSymbol) -> bool:
-    """True for a leaf that Thunder does not know and that is called for its effect: it returns neither tensors nor a
-    number, as `is_floating_point` does."""
+    """True for a leaf that Thunder does not know and that returns neither tensors nor a number: it is called for its
+    effect. (`is_floating_point`, for example, returns a number.)"""
     known = isinstance(leaf.sym.id, PrimIDs) or _is_ours(leaf) or _has_tag(leaf, OpTags.CTX_MANAGER_ENTER_EXIT_OP)
     return not known and not leaf.flat_proxy_outs and not isinstance(leaf.output, (int, float))
 

@@ -34,9 +34,10 @@ def load_checkpoint(
 
     Reads ModelOpt's forms, compressed-tensors' nvfp4-pack-quantized and mxfp8-quantized, and GPT-OSS's MXFP4 (as NVFP4,
     exactly, where ``from_pretrained`` would dequantize it). Packed weights go to their device layer by layer, in the
-    layout that its kernels read best. NVFP4 and MXFP8 dense layers are `NVFP4Linear`s, and those that read the same
-    rows one weight, as after `quantize_`. FP8 ones are dequantized, and so are those whose weight their parent reads
-    itself (Jamba's ``dt_proj``, the ``out_proj`` of Mamba 2 layers), which `quantize_` leaves in 16 bits.
+    layout that its kernels read best. NVFP4 and MXFP8 dense layers become `NVFP4Linear`s. As after
+    `quantize_`, dense layers that read the same rows share one weight. FP8 dense layers are dequantized. So are layers
+    whose weight their parent reads itself (Jamba's ``dt_proj``, the ``out_proj`` of Mamba 2 layers); `quantize_` leaves
+    them in 16 bits.
 
     Args:
         path: a directory, or the name of a hub model that the local cache holds.

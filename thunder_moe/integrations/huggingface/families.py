@@ -121,7 +121,7 @@ def put_experts(parent: nn.Module, name: str, experts: nn.Module) -> None:
     made to route here.
 
     Raises:
-        TypeError: the experts are those of Llama 4 and the layer is not its own.
+        TypeError: the experts are Llama 4's, and the layer is not.
     """
     family = next((each for each in FAMILIES if each.match(experts) or each.match_quantized(experts)), ExpertFamily())
     family.put(parent, name, experts)

@@ -86,7 +86,7 @@ def run_experts(
         return out
     # torch's exponentials depend on a row's place on a CPU, and its sums over the rows of a token on CUDA.
     if not torch.compiler.is_compiling() and (not hidden.is_cuda or form.post_norm or second is not None):
-        refuse("experts with a gate, norm or adapter that torch computes", "run others, and merge adapters")
+        refuse("experts with a gate, norm or adapter that torch computes", "run them outside of it, and merge adapters")
     row_slot, offsets, slot_row = ops.moe_route(ids, gate_up.shape[0]) if order is None else order
     # Rows past the last group are undefined; zero them where other rows' gradients could meet theirs.
     live = live_rows(offsets, row_slot.shape[0])

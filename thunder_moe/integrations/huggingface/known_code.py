@@ -49,8 +49,9 @@ def runs_class_forward(module: nn.Module) -> bool:
 
 
 def unknown_version(since: tuple[int, int] = (5, 7)) -> str | None:
-    """Return between which versions of transformers a row holds that is right from `since` on; None if the installed
-    one is between them."""
+    """Return the versions of transformers for which a row holds, as text; None if the installed one is among them.
+
+    A row of a table holds from version `since` to `NEWEST`."""
     import transformers
 
     major, minor = transformers.__version__.split(".")[:2]

@@ -60,7 +60,7 @@ __all__ = [
 ]
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-# Options of a LoraConfig that change what an adapter computes, or of which layers.
+# Options of a LoraConfig that change the computation of an adapter, or the layers that have one.
 _FOREIGN = (
     "alora_invocation_tokens", "arrow_config", "bias", "fan_in_fan_out", "kasa_config", "layer_replication",
     "lora_bias", "monteclora_config", "use_bdlora", "use_dora", "use_qalora", "velora_config",
@@ -114,8 +114,10 @@ def save_lora(
 def encode(
     model: Any, chosen: list[tuple[Target, Adapter]], per_expert: bool
 ) -> tuple[dict[str, Tensor], dict[str, Any], dict[str, int], dict[str, float]]:
-    """Return what the files of an adapter hold, the tensors and the configuration; and rank and alpha by what the files
-    name: parameters and dense layers, or the projections of experts as "...experts.#.gate_proj", for any expert."""
+    """Return tensors and configuration of an adapter's files, and ranks and alphas by the names in the files.
+
+    Names are of parameters, of dense layers, or of projections of any expert: "...experts.#.gate_proj".
+    """
     tensors: dict[str, Tensor] = {}
     ranks: dict[str, int] = {}
     alphas: dict[str, float] = {}
@@ -169,7 +171,7 @@ def load_lora_(model: nn.Module, path: str | Path, adapter: str = "default", *, 
 def set_adapter_(
     model: nn.Module, found: dict[str, Adapter], adapter: str, *, dropout: float = 0.0, freeze: bool = True
 ) -> None:
-    """Add adapters by the path of their linear, or fill those that are there.
+    """Add adapters by the path of their linear, or fill the existing ones.
 
     Raises:
         ValueError: shapes differ, adapters are merged, or other linears have an adapter of that name, which would stay.
@@ -441,7 +443,7 @@ def _config(model: Any, ranks: dict[str, int], alphas: dict[str, float], modules
 
 
 def pattern(values: Mapping[str, float], general: float) -> dict[str, float]:
-    """Return PEFT's pattern of numbers by module, in which no name fits two keys: PEFT sorts them when it saves."""
+    """Return PEFT's pattern of numbers by module. No name fits two keys, because PEFT sorts keys when it saves."""
     if set(values.values()) == {general}:
         return {}
     by_suffix: dict[str, set[float]] = {}

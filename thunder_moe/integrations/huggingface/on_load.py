@@ -1,6 +1,6 @@
 """transformers' quantizer plug-in for `ThunderMoeConfig`: a 16-bit checkpoint is quantized while it loads.
-Called by transformers, to which quantizer makes it known; calls choose for the modules, plan to replace them, and
-experts to pack single weights.
+Called by transformers, because quantizer registers it; calls choose for the modules, plan to replace them, and experts
+to pack single weights.
 
 Pipeline: 16-bit skeleton on "meta" -> the modules that `quantize_` would replace are chosen in it -> transformers reads
 the weights of a layer, merges them and hands them to `_Load` -> each weight of experts is packed at once; a module
@@ -200,7 +200,7 @@ class _Unit:
     def __init__(self, model: nn.Module, members: list[tuple[nn.Module, Target]], run: Quantization) -> None:
         self._model, self._members = model, members
         self._run = Quantization(run.pack, run.layout, packs=run.packs)  # with a memo of its own: see `pack_ahead`
-        self.bytes_per_weight = FORMATS[members[0][1].format].bits_per_weight / 8  # those of one weight have one format
+        self.bytes_per_weight = FORMATS[members[0][1].format].bits_per_weight / 8  # the members share it
         self.started = self.replaced = False
         self.waiting: dict[str, tuple[nn.Module, str]] = {}
         for module, place in members:

@@ -45,7 +45,7 @@ __all__ = [
 
 KNOWN_CODE = "transformers.models."
 OWN_STATE = frozenset({*vars(nn.Module()), *HOOK_ATTRIBUTES})  # attributes that are torch's or accelerate's
-_DEFAULTS = {field.name: field.default for field in fields(RouterConfig)}  # those of moe_router
+_DEFAULTS = {field.name: field.default for field in fields(RouterConfig)}  # the defaults of moe_router
 Order = tuple[Tensor, Tensor, Tensor]
 
 
@@ -189,7 +189,7 @@ class FusedRouter(OtherMethods):
 
     added = ("router_call", "router_options", "row_orders")
     router_call: RouterCall
-    router_options: dict[str, Any]  # `router_call.form` as those of moe_router, but for defaults
+    router_options: dict[str, Any]  # `router_call.form` as options of moe_router, without defaults
     row_orders: RowOrders
 
     def forward(self, hidden_states: Tensor, *args: Any, **options: Any) -> Any:

@@ -206,10 +206,10 @@ class QuantizedModel(OtherMethods):
 
 
 def mark_quantized(model: nn.Module) -> None:
-    """Make each transformers model in `model` that holds 4-bit or prepared modules a `QuantizedModel`. Give one that no
-    longer does its own class back, and remove from its config what a load has left there.
+    """Make each transformers model in `model` that holds 4-bit or prepared modules a `QuantizedModel`. A model that
+    holds no such module any more gets its own class back, and loses a load's entries in its config.
 
-    Of models inside of each other the outer one is marked. ``from_pretrained`` then reads what they save.
+    If models are nested, the outer one is marked. ``from_pretrained`` then reads what they save.
     """
     inside: set[nn.Module] = set()
     for module in model.modules():

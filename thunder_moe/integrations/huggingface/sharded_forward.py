@@ -40,7 +40,7 @@ __all__ = ["Sharding", "local_of", "sharding_of"]
 
 @dataclass(frozen=True)
 class Sharding:
-    """Describe what a process has of the experts of a layer, and with which processes it shares them.
+    """Describe the part of a layer's experts that a process has, and the processes that share them.
 
     Attributes:
         part: what it has.

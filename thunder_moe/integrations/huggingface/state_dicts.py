@@ -45,12 +45,12 @@ def load_by_checkpoint_names(
 
     Args:
         model: a transformers model with 4-bit modules.
-        state_dict: by the model's own names, which is returned as it is; or by those of its checkpoints, all of them or
-            some (a shard). What is given of a 4-bit weight replaces that part of it.
+        state_dict: by the model's own names (returned unchanged), or by the names of its checkpoints, all of them or
+            some (a shard). The given part of a 4-bit weight replaces that part of it.
         prepared: plain name -> own name of parameters that `prepare_qat_` has prepared.
 
     Returns:
-        A state dict by the model's own names; those that it does not know stay.
+        A state dict by the model's own names; unknown names stay.
 
     Raises:
         ValueError: a tensor of a 4-bit module has another dtype or shape.

@@ -225,7 +225,7 @@ class ThunderOnlineConfig(_Dtypes, OnlineQuantizationConfig):  # type: ignore[mi
 
 
 class _Checked(UnquantizedLinearMethod):  # type: ignore[misc]
-    """vLLM's method for a dense layer that stays in 16 bits, which checks patterns if no layer has a method of ours."""
+    """vLLM's method for 16-bit dense layers; it also checks the patterns, if no layer has a method of ours."""
 
     def process_weights_after_loading(self, layer: Any) -> None:
         layer.quant_config.require_matches()

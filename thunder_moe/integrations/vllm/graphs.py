@@ -18,7 +18,7 @@ _choices: set[str] = set()  # of all models of this process
 
 
 def decide(what: str, format: str, reason: str | None) -> bool:
-    """True if there is no reason against our kernels; logs the decision and its reason.
+    """Return True if `reason` is None; log whose kernels run, and the reason.
 
     Args:
         what: "experts" or "dense layers".

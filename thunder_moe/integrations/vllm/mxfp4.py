@@ -80,7 +80,7 @@ class ThunderMxfp4MoEMethod(ThunderMethod, Mxfp4MoEMethod):  # type: ignore[misc
 
 
 def _for_both_halves(load: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a loader of scales for blocks of 16 that gets those for blocks of 32."""
+    """Return a loader that takes scales for blocks of 32 and loads each twice, for two blocks of 16."""
 
     def weight_loader(param: Tensor, loaded_weight: Tensor, *args: Any, **options: Any) -> Any:
         return load(param, loaded_weight.repeat_interleave(2, -1), *args, **options)

@@ -80,7 +80,7 @@ def quantize_part(weight: Tensor, largest: Callable[[Tensor], Tensor] | None = N
 
     Args:
         weight: (E, N, K), 16-bit or float32.
-        largest: takes the largest magnitudes (E,) of this rank and returns those of all ranks; None for one rank.
+        largest: takes the largest magnitudes (E,) of this rank and returns the largest of all ranks; None for one rank.
     """
     if largest is None:
         return quantize(weight)

@@ -90,9 +90,9 @@ def grouped_mm(activation: Tensor, weight: PackedWeight, offsets: Tensor) -> Ten
 
     Products are exact: a weight without its global scale is a bf16 number, the global scale multiplies the fp32 sum.
     Weights are decoded a slice at a time, of experts that have rows. The number of threads does not change the result.
-    In the batch-invariant mode other rows do not either: the slice kernel adds the products of a lane of a vector in
-    the order of k, within 4 KiB of a row, then the lanes, pairwise, then such parts of K in their order. How many rows
-    share a register tile changes none of these orders.
+    In the batch-invariant mode other rows do not change it either. The slice kernel adds the products of a lane of a
+    vector in the order of k, within 4 KiB of a row. Then it adds the lanes, pairwise, then such parts of K in their
+    order. The number of rows that share a register tile changes none of these orders.
 
     Returns:
         (M, N) in activation's dtype; rows at or past offsets[-1] are zero.
@@ -338,8 +338,8 @@ def _extension() -> ctypes.CDLL:
 # ---- which kernel for how many rows ----
 
 _DOTS, _PANELS, _FMA, _TILES = 1, 2, 4, 8  # of thunder_moe_kernels()
-# (N, K) of the experts with which kernels are timed, 0.3 MB each, and how many take turns: more than an L2 cache holds,
-# because a model's experts are not in it either. With weights in L2, tiles won by 2 where they lost by 2 in a model.
+# Kernels are timed with experts of (N, K), 0.3 MB each, that take turns. An L2 cache does not hold so many, as it does
+# not hold a model's experts. With weights in L2, tiles were the faster kernel where they are the slower one in a model.
 _MEASURED, _EXPERTS = (256, 2048), 48
 
 

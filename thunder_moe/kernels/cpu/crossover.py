@@ -1,4 +1,4 @@
-"""Which kernel of the CPU backend serves how many rows per expert: measured once per kind of machine, kept on disk.
+"""Limits of rows per expert between the CPU backend's kernels: measured once per kind of machine, kept on disk.
 Called by kernels/cpu/backend.py, which passes how to run a kernel; calls kernels/code_cache.py for the file.
 
 The best kernel depends on the CPU: AVX512-BF16 multiplies few rows fast, a matrix unit (AMX) many. So the first product

@@ -1,6 +1,6 @@
 """The CUDA backend: grouped GEMMs of 16-bit rows and packed weights on SM80 and newer, compiled on first use.
-Called through kernels/select.py with validated operands; calls operators.py beside it, whose chains launch the kernels
-of src/*.cu, for operands in the form that those read, and launch.py for single ones.
+Called through kernels/select.py with validated operands, and by integrations.vllm.experts; calls operators.py beside it
+for chains of launches, on operands in the form that kernels read, and launch.py for single launches.
 
 Float32 rows run on kernels/reference.py, with a warning. The gradient of 16-bit rows is a grouped GEMM with dequantized
 weights (linear.py, or torch's where that is faster). For many rows on SM90, weights in layout "linear" are converted

@@ -1,6 +1,6 @@
 """Chooses the CUDA kernel of a grouped GEMM and its template parameters: the best measured ones, else by rule.
-Called by plan.py, operators.py and low_rank.py beside it, and by benchmarks/suites/{tune,linear}.py, which write
-configs.json; calls arguments.py.
+Called by the other modules of kernels/cuda, and by benchmarks/suites/{tune,linear}.py, which write configs.json; calls
+arguments.py.
 """
 
 from __future__ import annotations
@@ -67,8 +67,8 @@ _TILED_WGMMA_SMALL = (
 )  # fmt: skip
 _TILED_WGMMA_LARGE = ((1, 2, 1), (1, 2, 2), (1, 3, 1), (1, 3, 2), (2, 2, 1))
 _TILED_WGMMA_SUMS = {2: 44, 3: 24, 4: 12}
-# For "tiled_wgmma" in the batch-invariant mode: the mean rows of an expert up to which tiles have 16 tokens, and then
-# blocks of 64 weight rows of a warpgroup, warpgroups.
+# For "tiled_wgmma" in the batch-invariant mode: tiles have 16 tokens if experts have at most so many rows on average;
+# such a tile's blocks of 64 weight rows of a warpgroup, and warpgroups.
 _FEW_IN_ORDER = 4
 _IN_ORDER_SHAPES = ((1, 1), (1, 2), (1, 3), (1, 4), (2, 1), (2, 2), (2, 3))
 # For "tiled_cluster": warpgroups along N and K, blocks of 64 k of each per stage; the most blocks of 8 tokens that
@@ -97,7 +97,7 @@ _WGMMA_SHAPES = ((8, 1, 4), (8, 2, 1), (8, 2, 2), (8, 2, 3), (16, 1, 2), (16, 1,
 
 @dataclass(frozen=True)
 class GemmConfig:
-    """Which grouped GEMM kernel, and its template parameters.
+    """A grouped GEMM kernel and its template parameters.
 
     Attributes:
         kernel: "split" (few rows per expert), "staged" (more of them), both by mma.sync, or "wgmma" (SM90); for weights
@@ -268,7 +268,7 @@ class GemmConfig:
 
 
 class Point(NamedTuple):
-    """The shape by which a configuration is chosen.
+    """The shape that decides the choice of a configuration.
 
     Attributes:
         live: experts that can have rows, min(M, E).
@@ -387,8 +387,8 @@ def dense_candidates(
 def _cluster_candidates(rows: int, n: int, k: int, format: str, parts: int = 0) -> Iterator[GemmConfig]:
     """Return the configurations whose blocks all run at once.
 
-    With `parts`, the configurations with as many `parts_of_k`; if these are several, which have no other kernel, also
-    those whose blocks run in turns.
+    With `parts`, only configurations with as many `parts_of_k`. With several parts these include configurations whose
+    blocks run in turns, because no other kernel serves several parts.
     """
     least = next((c for c in _TILED_CLUSTER_TOKENS if 8 * c >= rows), 0)
     tokens = {least, *(c for c in (8, 12, 16, 24) if 8 * c < rows and (rows <= 512 or parts > 1))} - {0}

@@ -1,5 +1,5 @@
 """Chooses the launch of src/tiled_direct.cu: a dense layer of up to 8 rows, without a pipeline.
-Called by operators.py beside it, and by benchmarks/suites/linear.py; calls chain.py.
+Called by operators.py beside it, compilers/dynamo/add_norm.py and benchmarks/suites/linear.py; calls chain.py.
 
 Legend: M rows, N output and K input features.
 """

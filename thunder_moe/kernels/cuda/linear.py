@@ -1,5 +1,5 @@
 """Grouped GEMMs of 16-bit and float32 weights, or their transposes, by the kernels of src/linear_*.cu.
-Called by training.py, recipes.py, wgrad.py, low_rank.py, prefill.py, prepared.py; calls chain.py and launch.py.
+Called by the other modules of kernels/cuda; calls chain.py and launch.py.
 
 Legend: M rows sorted by expert, E experts, N columns of the result, K what is summed over.
 """

@@ -1,5 +1,5 @@
 """Compiles CUDA C++ at run time and loads it: NVRTC and the driver through cuda-bindings, which CUDA torch installs.
-Called by kernels/cuda/chain.py and launch.py; calls cuda.bindings, and kernels/code_cache.py to keep cubins on disk.
+Called by chain.py, launch.py and backend.py beside it; calls cuda.bindings, and kernels/code_cache.py to keep cubins.
 """
 
 from __future__ import annotations
@@ -255,7 +255,7 @@ def _compile(source: str, expression: str, architecture: str) -> tuple[bytes, by
 
 
 def raise_error(status: int) -> NoReturn:
-    """Raise RuntimeError for a status of the driver that is none of success."""
+    """Raise RuntimeError for a status of the driver other than success."""
     from cuda.bindings import driver
 
     raise RuntimeError(f"CUresult: {driver.CUresult(status).name}")

@@ -1,5 +1,5 @@
 """Converts operands and devices to the forms that the CUDA kernels and their specs take.
-Called by the other modules of kernels/cuda; calls kernels/arguments.py.
+Called by the other modules of kernels/cuda, and by compilers/dynamo/add_norm.py; calls kernels/arguments.py.
 """
 
 from __future__ import annotations

@@ -49,7 +49,7 @@ class _Call(NamedTuple):
 
     Attributes:
         chain: the chain under construction that takes them.
-        samples: the arguments; None for those that the operator of another format does not have.
+        samples: the arguments; None for an argument that the operator of another format lacks.
         places: the addresses of the tensors among them.
         format: the number format of the weights.
     """

@@ -1,5 +1,5 @@
 """The launch plan of a grouped GEMM: configuration, kernel, grid and workspace, computed once per shape and device.
-Called by prepared.py, low_rank.py and operators.py beside it; calls configs.py. It reads no tensor.
+Called by prepared.py, low_rank.py, router.py and operators.py; calls configs.py. It reads no tensor.
 """
 
 from __future__ import annotations

@@ -17,12 +17,12 @@ from thunder_moe.kernels.specs import LinearSpec, Target
 __all__ = ["DEQUANTIZE_FIRST", "RETILE_FIRST", "multiply", "strategy"]
 
 RETILE_FIRST, DEQUANTIZE_FIRST = "tiled_64x64", "16 bits"
-# Rows per expert up to which the kernels of "linear" weights are as fast. H200, us of the GEMM with these kernels, with
-# the conversion, and with bf16 weights. MXFP8 to tiles, Qwen3-30B-A3B (1536, 2048): 64 rows 298, 377, 262; 128 rows
-# 443, 429, 373; 256 rows 750, 643, 444; 512 rows 1252, 894, 762. Mixtral (28672, 4096): 256 rows 1696, 1366, 1036; 2048
-# rows 10118, 6070, 5615. NVFP4 to tiles, Llama 4 Scout (16384, 5120): 128 rows 931, 1232, 1182; 256 rows 1793, 1772,
-# 1552; 512 rows 3241, 2714, 2362. MXFP8 to 16 bits, 64 experts of (2048, 352): 96 rows 73, 83, 58; 192 rows 122, 108,
-# 71; 768 rows 322, 230, 196.
+# Up to so many rows per expert the kernels of "linear" weights are as fast. H200, us of the GEMM with these kernels,
+# with the conversion, and with bf16 weights. MXFP8 to tiles, Qwen3-30B-A3B (1536, 2048): 64 rows 298, 377, 262; 128
+# rows 443, 429, 373; 256 rows 750, 643, 444; 512 rows 1252, 894, 762. Mixtral (28672, 4096): 256 rows 1696, 1366, 1036;
+# 2048 rows 10118, 6070, 5615. NVFP4 to tiles, Llama 4 Scout (16384, 5120): 128 rows 931, 1232, 1182; 256 rows 1793,
+# 1772, 1552; 512 rows 3241, 2714, 2362. MXFP8 to 16 bits, 64 experts of (2048, 352): 96 rows 73, 83, 58; 192 rows 122,
+# 108, 71; 768 rows 322, 230, 196.
 _MOST_ROWS = {"nvfp4": 256, "mxfp8": 128}
 # The same limit for a single weight, where the conversion costs relatively more. MXFP8, (5120, 2048): 256 rows 31, 27,
 # 16; 512 rows 39, 43, 23; 2048 rows 127, 96, 62. (16384, 5120): 256 rows 115, 119, 66; 512 rows 220, 202, 119. NVFP4,

@@ -127,7 +127,7 @@ def append_gemm(
             exploits this starts while the other one still runs, so they get different semaphores.
         adapter: an adapter whose product is added before rows are rounded; its kernel is "tiled_wgmma", without
             stream-K.
-        prefetch: the launch before, whatever it is, does not write the weight. Clusters, which have no semaphores, then
+        prefetch: the launch before does not write the weight. Clusters, which have no semaphores, then
             read it early.
     """
     config, multiprocessors = plan.config, spec.target.multiprocessors

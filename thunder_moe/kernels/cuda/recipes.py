@@ -1,7 +1,7 @@
 """The 8-bit recipes on CUDA: kernels that round operands, and the products of E4M3 codes on compute capability 9.0.
 Called by training.py; calls launch.py for src/recipes.cu, linear.py, wgrad.py, backend.py and kernels.recipes.
 
-Nothing synchronizes with the host. Where no kernel multiplies codes, those of 16 bits multiply the rounded numbers.
+Nothing synchronizes with the host. Where no kernel multiplies codes, the 16-bit kernels multiply the rounded numbers.
 
 Legend: M rows sorted by expert, E experts, N out_features, K in_features, R rows and C columns of an operand.
 """

@@ -1,5 +1,6 @@
 """Chooses the launches of a router: the kernels of src/router.cu, and the sizes of their grids.
-Called by operators.py and backend.py beside it, and by compilers/routers.py (`unserved_reason`); calls chain.py.
+Called by operators.py and backend.py beside it, and by compilers/routers.py and compilers/dynamo/add_norm.py
+(`unserved_reason`); calls chain.py.
 """
 
 from __future__ import annotations

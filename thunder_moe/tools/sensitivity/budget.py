@@ -1,5 +1,5 @@
 """Chooses a format for each block with the least increase of the loss within a budget of bytes.
-Called by the command line and users; calls nothing.
+Called by command and users; calls measure for its dataclasses.
 
 This is a multiple-choice knapsack, solved exactly: block by block, it keeps the Pareto front of bytes and loss.
 """

@@ -51,7 +51,7 @@ def run(options: argparse.Namespace) -> str:
             model, windows, filter=options.filter, ignore=options.ignore, progress=not options.quiet
         )
         about = {"model": options.model, "data": options.data, "context": options.context, "dtype": options.dtype}
-    write(files[0], found, **about)  # what took long is kept whatever follows
+    write(files[0], found, **about)  # written at once: the measurement took long, and later steps may fail
     choice = choose_formats(found, options.budget) if options.budget is not None else None
     if choice is not None:
         measured = None

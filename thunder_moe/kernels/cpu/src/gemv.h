@@ -192,7 +192,7 @@ void spread_row(Mxfp8, const T* x, int64_t k, int64_t rows, float* out) {
 }
 
 // R rows by two columns, which share the conversion of the scales. Up to four rows scales multiply the sums of 128 k;
-// for more rows registers for those sums would be missing, and scales multiply the weights, which is exact.
+// for more rows there are too few registers for these sums, so scales multiply the weights, which is exact.
 template <class Format, int R>
 void fma_task(const Problem& problem, const Task& task, float (*sums)[kGemvCols]) {
   using G = Gemv<Format>;

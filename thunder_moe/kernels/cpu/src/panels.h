@@ -103,7 +103,7 @@ void decode_pairs(Nvfp4, const uint8_t* codes, int64_t codes_stride, const uint8
     const int64_t next_k = base + kAhead - (wrap ? count : 0), behind = wrap ? 16 : 0;
     const uint8_t* next_codes = codes + behind * codes_stride + next_k / 2;
     const uint8_t* next_scale = scale + behind * scale_stride + next_k / 16;
-    __m512i words[16];  // before: four bytes of a column; after: those of 16 columns
+    __m512i words[16];  // before: four bytes of a column; after: the bytes of 16 columns
     for (int c = 0; c < 16; ++c) {
       words[c] = _mm512_setzero_si512();
       if (c >= columns) continue;

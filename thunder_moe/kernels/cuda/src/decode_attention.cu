@@ -103,7 +103,7 @@ struct KeyTile {
 
 DEVICE uint32_t word_of(const uint4& four, int i) { return i == 0 ? four.x : i == 1 ? four.y : i == 2 ? four.z : four.w; }
 
-// The sums of a warp over the keys that it has seen, for 8 * NT queries. Lane 4 g + t has those of queries 8 j + 2 t and
+// The sums of a warp over the keys that it has seen, for 8 * NT queries. Lane 4 g + t has the sums of queries 8 j + 2 t and
 // 8 j + 2 t + 1, and of the numbers 64 c + 8 g + 2 w and the next one of a head, at [4 c + w].
 template <int D, int NT>
 struct WarpSums {

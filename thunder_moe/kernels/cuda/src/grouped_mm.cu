@@ -47,7 +47,7 @@ __global__ void __launch_bounds__(32 * WN * WK) grouped_mm(const GemmArguments a
     Rows rows[R];
     find_rows<SWIGLU, R, 16>(rows, args, expert, n0, g, k_first);
     Weights ring[DEPTH][R];
-    ChunkScales scales[R][2];  // FULL: thread t has those of all four threads for chunk t of the next four
+    ChunkScales scales[R][2];  // FULL: thread t has the scales of all four threads, for chunk t of the next four
     int left = chunks - warp_k, k_left = args.k - k_first;  // from this warp's, and this thread's, position on
 #pragma unroll
     for (int r = 0; r < R; ++r) {

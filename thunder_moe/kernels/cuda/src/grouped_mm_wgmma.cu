@@ -130,7 +130,7 @@ __global__ void __launch_bounds__(128 * WG, 1) grouped_mm_wgmma(const GemmArgume
         }
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-          wgmma_wait<1>();  // those that read a[half] before
+          wgmma_wait<1>();  // the wgmma that read a[half] before have ended
           decode_half_chunk<BF16>(a[half], now, half);
           wgmma_fence();
 #pragma unroll

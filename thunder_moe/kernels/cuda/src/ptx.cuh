@@ -56,7 +56,7 @@ DEVICE void mma(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1)
         : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3]) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
-// Before, lane 4 * i + j holds columns 2 j and 2 j + 1 of row i of a matrix of 16-bit numbers; after, those rows of column i.
+// Before, lane 4 * i + j holds columns 2 j and 2 j + 1 of row i of a matrix of 16-bit numbers; after, rows 2 j and 2 j + 1 of column i.
 DEVICE uint32_t transpose8x8(uint32_t pair) {
   uint32_t out;
   asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(out) : "r"(pair));
@@ -183,7 +183,7 @@ DEVICE void semaphore_acquire(int* semaphore) {
 DEVICE void cluster_arrive() { asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
 DEVICE void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
 
-// A place, and an mbarrier, in the shared memory of block `rank` of the cluster: those at the same addresses in this block.
+// Addresses of a place and of an mbarrier in the shared memory of block `rank` of the cluster, from their addresses in this block.
 struct RemotePlace {
   uint32_t address, barrier;
 };

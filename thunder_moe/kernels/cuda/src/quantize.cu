@@ -106,7 +106,7 @@ struct Divisor {
   }
 };
 
-// 2^22 times the power of two of a magnitude up to 6 (1 for those below 1), as bits: added to it, the sum ends in the place of
+// 2^22 times the power of two of a magnitude up to 6 (1 for magnitudes below 1), as bits: added to it, the sum ends in the place of
 // E2M1's last bit, in steps of 1/2, 1 or 2.
 DEVICE uint32_t rounding_bits(float scaled) { return max(float_to_bits(scaled) & 0x7F800000, 0x3F800000u) + (22 << 23); }
 

@@ -135,7 +135,7 @@ __global__ void __launch_bounds__(kThreads) combine(const CombineArguments args)
   float sum[kColumns] = {};
   for (int first = 0; first < args.top_k; first += kBatch) {
     const int count = min(args.top_k - first, kBatch);
-    if (first > 0) __syncthreads();  // all have read those before
+    if (first > 0) __syncthreads();  // all threads have read the previous batch
     if (threadIdx.x < count) {
       const int64_t slot = static_cast<int64_t>(token) * args.top_k + first + threadIdx.x;
       const int row = args.slot_row[slot];

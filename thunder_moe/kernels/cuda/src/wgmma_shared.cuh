@@ -61,8 +61,8 @@ DEVICE void fence_sums(float (&acc)[C][4]) {
 #endif
 }
 
-// acc += 64 by `valid` E4M3 numbers of `a` times those by 8 C of `b`, of boxes of 128; waits for the products. Others than 128 are a
-// multiple of 32. The tensor cores keep some 14 bits of sums: these are added up in float32. (4096 positive products: 6.7 % off.)
+// acc += (64, `valid`) E4M3 numbers of `a` times (`valid`, 8 C) of `b`, from boxes of 128; waits for the products. `valid` is 128 or a
+// smaller multiple of 32. The tensor cores keep some 14 bits of sums: these are added up in float32. (4096 positive products: 6.7 % off.)
 template <int C>
 DEVICE void multiply_e4m3(float (&acc)[C][4], MatrixDescriptor a, MatrixDescriptor b, int valid) {
   constexpr int kPart = C > 24 ? C / 2 : C;  // more do not fit the registers beside acc
