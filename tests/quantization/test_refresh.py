@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from thunder_moe import GroupedMLP, Llama4MoE, Llama4MoEConfig, quantize_, refresh_
+from thunder_moe import GroupedMLP, Llama4MoE, Llama4MoEConfig, quantize_, refresh_, weight_cache
+from thunder_moe.formats.nvfp4 import quantize
 
 BF16 = torch.bfloat16
 EXPERTS = "2.routed_experts.gate_proj.weight"
@@ -90,6 +91,15 @@ def test_a_compiled_graph_reads_the_new_weights():
         wanted = torch.compile(quantize_(trainer), fullgraph=True)(rows)
     assert not torch.equal(before, after)
     assert torch.equal(after, wanted)
+
+
+def test_captured_graphs_read_copies_of_the_weights_that_stay_in_16_bits():
+    model = quantize_(nn.Sequential(llama4_moe(), llama4_moe()), filter="1")
+    weight = model[0].routed_experts.gate_proj.weight.requires_grad_(False)
+    copied = weight_cache.get(weight)  # of a compiled graph; the replay of a CUDA graph asks for no other
+    weights = trained(nn.Sequential(llama4_moe(), llama4_moe())).state_dict()
+    refresh_(model, weights)
+    assert torch.equal(copied.qdata, quantize(weights["0.routed_experts.gate_proj.weight"]).qdata)
 
 
 def test_models_with_hooks_of_accelerate():

@@ -75,8 +75,7 @@ def refresh_(model: Model, weights: Mapping[str, Tensor] | None = None, *, scale
         _take(module, weights, scale_search)
     elif scale_search is not None:
         raise ValueError(f"scale_search: got {scale_search!r} without weights, wanted weights to quantize")
-    else:
-        refresh(itertools.chain(module.parameters(), module.buffers()))
+    refresh(itertools.chain(module.parameters(), module.buffers()))
     return model
 
 
