@@ -28,7 +28,8 @@ class ConversionReport:
 
     Attributes:
         modules: name of each quantized module -> the mean over the windows of ||output - 16-bit output|| / ||16-bit
-            output|| (Frobenius), and its standard error. Both modules get the inputs of the 16-bit model.
+            output|| (Frobenius), and its standard error. Both modules get the inputs of the 16-bit model. In place of
+            Llama 4's experts, which take other inputs in 16 bits, it is the layer that calls them.
         divergence: of the whole model.
         windows, length: of the text.
     """
@@ -83,8 +84,11 @@ def measure_conversion(
     """
     ratios: dict[str, list[Tensor]] = defaultdict(list)
 
-    def compare(other: nn.Module, name: str, _: nn.Module, args: Any, options: Any, output: Tensor) -> None:
-        error = other(*args, **options).float() - output.float()
+    def compare(other: nn.Module, name: str, _: nn.Module, args: Any, options: Any, output: Any) -> None:
+        result = other(*args, **options)
+        if isinstance(output, tuple):  # with the logits of the router
+            output, result = output[0], result[0]
+        error = result.float() - output.float()
         ratios[name].append((error.norm() / output.float().norm().clamp_min(1e-30)).double().cpu())
 
     handles = []
@@ -94,6 +98,10 @@ def measure_conversion(
                 own = reference.get_submodule(name)
             except AttributeError as error:
                 raise ValueError(f"reference: got a model without {name!r}, wanted the 16-bit model") from error
+            layer = name.rpartition(".")[0]
+            layers = reference.get_submodule(layer), converted.get_submodule(layer)
+            if type(layers[0]).forward is not type(layers[1]).forward:  # Llama 4's, which calls its experts otherwise
+                name, (own, module) = layer, layers
             handles.append(own.register_forward_hook(partial(compare, module, name), with_kwargs=True))
         (divergence,) = measure_divergence(reference, {"converted": converted}, windows, progress=progress)
     finally:
