@@ -152,22 +152,29 @@ def _check(
     families: list[ExpertFamily],
 ) -> None:
     """Raise the errors of `refresh_` for weights that do not fit the units and the other tensors, and for units."""
-    wanted = dict(others)
+    for name, tensor in weights.items():
+        if not isinstance(tensor, Tensor):
+            raise TypeError(f"weights: {name}: got {type(tensor).__name__}, wanted a tensor")
+    missing = [name for name in others if name not in weights]
+    unknown = [name for name in weights if name not in others and not any(_is_below(name, unit) for unit in units)]
     for name, unit in units.items():
         copy, _ = _copy_of(unit, families)
         if not any(map(has_hook, copy.modules())):  # of accelerate, which on "meta" stands for offloaded weights
             copy.to("meta")
-        state = _dequantized(copy, name).state_dict()
-        wanted |= {f"{name}.{key}" if name else key: tensor for key, tensor in state.items()}
-    missing, unknown = ([name for name in a if name not in b] for a, b in ((wanted, weights), (weights, wanted)))
+        part = _dequantized(copy, name)
+        shapes = {key: torch.empty(tensor.shape, device="meta") for key, tensor in _below(weights, name).items()}
+        try:
+            keys = part.load_state_dict(shapes, strict=False, assign=True)
+        except RuntimeError as error:
+            raise RuntimeError(f"weights: {name or 'the model'}: {error}") from error
+        missing += [f"{name}.{key}" if name else key for key in keys.missing_keys]
+        unknown += [f"{name}.{key}" if name else key for key in keys.unexpected_keys]
     if missing or unknown:
         raise ValueError(
             f"weights: missing {shortened(missing) or 'none'}; unknown {shortened(unknown) or 'none'}; wanted the names"
             " before `quantize_`, without what wrappers add ('_orig_mod.' of torch.compile, 'module.' of DDP)"
         )
-    for name, tensor in wanted.items():
-        if not isinstance(weights[name], Tensor):
-            raise TypeError(f"weights: {name}: got {type(weights[name]).__name__}, wanted a tensor")
+    for name, tensor in others.items():
         if weights[name].shape != tensor.shape:
             shape = tuple(weights[name].shape)
             raise RuntimeError(f"weights: {name}: got shape {shape}, wanted {tuple(tensor.shape)}")
