@@ -49,8 +49,9 @@ def refresh_(model: Model, weights: Mapping[str, Tensor] | None = None, *, scale
     In both cases the quantized tensors keep their addresses, so compiled graphs and captured CUDA graphs read them.
 
     Args:
-        model: a module, compiled or not. Without `weights`, the copies of its parameters and buffers, and of all
-            tensors that share their storage, are made again.
+        model: a module, compiled by torch.compile or not; of thunder.jit the module that was compiled. Without
+            `weights`, the copies of its parameters and buffers, and of all tensors that share their storage, are made
+            again.
         weights: state dict of the 16-bit model, as before `quantize_`, on any device. Tensors are cast to the dtypes
             that the weights had. A DTensor (FSDP2) is gathered when its layer is quantized: all processes of its mesh
             call this.
