@@ -63,6 +63,10 @@ def test_errors_of_modules_and_of_the_model():
     assert not any(module._forward_hooks for module in model.modules())
     with pytest.raises(ValueError, match="converted: found no quantized modules in Qwen3MoeForCausalLM"):
         measure_conversion(model, model, windows)
+    with pytest.raises(
+        ValueError, match="reference: got a model whose .*mlp.experts .* are quantized, wanted the 16-bit"
+    ):
+        measure_conversion(converted, converted, windows)  # all errors would be 0
     with pytest.raises(ValueError, match=r"reference: got a model without 'model.layers.0.self_attn.q_proj'"):
         measure_conversion(model.lm_head, converted, windows)
 

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from thunder_moe.quantization.choose import walk
 from thunder_moe.quantization.dense_linears import DenseLinears
 from thunder_moe.quantization.families import families_of
+from thunder_moe.selection import shortened
 from thunder_moe.tools.divergence import Divergence, divergence_table, measure_divergence
 
 __all__ = ["ConversionReport", "measure_conversion"]
@@ -80,9 +81,15 @@ def measure_conversion(
         progress: show a bar.
 
     Raises:
-        ValueError: as `measure_divergence`, or `converted` has no quantized module, or `reference` lacks its name.
+        ValueError: as `measure_divergence`, or `converted` has no quantized module, or `reference` lacks its name or
+            has it quantized.
     """
     ratios: dict[str, list[Tensor]] = defaultdict(list)
+    quantized = _quantized(converted)
+    if not quantized:
+        raise ValueError(f"converted: found no quantized modules in {type(converted).__name__}, nothing to compare")
+    if both := [name for name in _quantized(reference) if name in quantized]:
+        raise ValueError(f"reference: got a model whose {shortened(both)} are quantized, wanted the 16-bit model")
 
     def compare(other: nn.Module, name: str, _: nn.Module, args: Any, options: Any, output: Any) -> None:
         result = other(*args, **options)
@@ -93,7 +100,7 @@ def measure_conversion(
 
     handles = []
     try:
-        for name, module in _quantized(converted).items():
+        for name, module in quantized.items():
             try:
                 own = reference.get_submodule(name)
             except AttributeError as error:
@@ -124,6 +131,4 @@ def _quantized(model: nn.Module) -> dict[str, nn.Module]:
         return name in found
 
     walk(model, visit)
-    if not found:
-        raise ValueError(f"converted: found no quantized modules in {type(model).__name__}, nothing to compare")
     return found
