@@ -10,7 +10,7 @@ import logging
 import os
 import shutil
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from math import isinf
 from pathlib import Path
 from typing import Any
@@ -19,8 +19,10 @@ import torch
 from torch import nn
 
 from thunder_moe.checkpoint import LayerError, convert
+from thunder_moe.checkpoint.choice import choose
 from thunder_moe.checkpoint.files import expand_user
 from thunder_moe.checkpoint.partial import partial_path
+from thunder_moe.checkpoint.reader import Checkpoint
 from thunder_moe.checkpoint.writer import parse_size, require_absent
 from thunder_moe.dense_names import is_encoder, is_linear
 from thunder_moe.formats.block_format import NVFP4
@@ -70,14 +72,13 @@ def _convert(options: argparse.Namespace) -> Any:
     """Writes the checkpoint; returns the table of errors."""
     if options.calibrate is not None:
         return _convert_calibrated(options)
+    selection: dict[str, Any] = dict(filter=options.filter, ignore=options.ignore, linears=options.linears or None)
+    selection["format"] = _format(options.format, options.formats)
     errors = convert(
         options.source,
         options.destination,
-        filter=options.filter,
-        ignore=options.ignore,
-        linears=options.linears or None,
-        format=_format(options.format, options.formats),
-        scale_search=_scale_search(options),
+        **selection,
+        scale_search=_scale_search(options, lambda: choose(Checkpoint(options.source), **selection).formats.values()),
         device=options.device,
         max_shard_size=options.max_shard_size,
         progress=not options.quiet,
@@ -120,6 +121,7 @@ def _convert_calibrated(options: argparse.Namespace) -> Any:
     from thunder_moe.integrations.huggingface.checkpoint import save_checkpoint
     from thunder_moe.integrations.huggingface.text import load_model, token_windows
     from thunder_moe.quantization.calibrate import calibrate_
+    from thunder_moe.quantization.quantize import plan_quantization
 
     def linears(linear: Any, name: str) -> bool:  # the dense layers that `convert` takes by their names
         return is_linear(name) and not is_encoder(name) and linear.in_features % NVFP4.block_size == 0
@@ -128,14 +130,15 @@ def _convert_calibrated(options: argparse.Namespace) -> Any:
     require_absent(destination, "destination")
     windows = token_windows(options.source, options.calibrate, options.tokens, options.context, "--calibrate")
     model = load_model(options.source, "auto", "cpu")
+    selection: dict[str, Any] = dict(filter=options.filter, ignore=options.ignore)
+    selection |= dict(linears=linears if options.linears else False, format=_format(options.format, options.formats))
     found = calibrate_(
         model,
         windows.split(1),
-        _format(options.format, options.formats),
-        filter=options.filter,
-        ignore=options.ignore,
-        linears=linears if options.linears else False,
-        scale_search=_scale_search(options),
+        **selection,
+        scale_search=_scale_search(
+            options, lambda: [module.format for module in plan_quantization(model, **selection).modules]
+        ),
         device=None if options.device == "cpu" else options.device,
         destination=destination,
         progress=not options.quiet,
@@ -184,15 +187,14 @@ def _format(name: str, file: str | None) -> str | Callable[[nn.Module, str], str
     return format_of
 
 
-def _scale_search(options: argparse.Namespace) -> str | None:
-    """Return `convert`'s option `scale_search`: by default "mse" if a weight can be in NVFP4, which alone has it."""
-    formats = {options.format}
-    if options.formats is not None:
-        from thunder_moe.tools.sensitivity.formats_file import read_formats
+def _scale_search(options: argparse.Namespace, chosen: Callable[[], Collection[str | None]]) -> str | None:
+    """Return `convert`'s option `scale_search`: by default "mse" if a weight becomes NVFP4, which alone has it.
 
-        formats = {*read_formats(options.formats).values()} | (formats if options.linears else set())
-    chosen = options.scale_search or ("mse" if NVFP4.name in formats else "none")
-    return None if chosen == "none" else chosen
+    `chosen` returns the formats of the weights that the options choose; only `--formats` has several.
+    """
+    if options.scale_search is not None:
+        return None if options.scale_search == "none" else str(options.scale_search)
+    return "mse" if NVFP4.name in ([options.format] if options.formats is None else chosen()) else None
 
 
 def _parser() -> argparse.ArgumentParser:

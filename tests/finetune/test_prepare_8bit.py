@@ -111,6 +111,15 @@ def test_what_is_refused():
     for model in (torch.nn.Linear(8, 8), quantize_(torch.nn.Sequential(GroupedMLP(2, 32, 32)))):
         with pytest.raises(ValueError, match="model: found no experts in 16 bits in .*, wanted GroupedLinear"):
             prepare_8bit_training_(model, "fp8")
+
+    class OwnForward(GroupedLinear):
+        def forward(self, x, offsets):
+            return torch.nn.functional.grouped_mm(x, self.weight.mT, offs=offsets)
+
+    mixed = torch.nn.ModuleList([GroupedLinear(2, 8, 8), OwnForward(2, 8, 8)])
+    with pytest.raises(ValueError, match="'1' cannot have an 8-bit recipe: OwnForward has a forward of its own"):
+        prepare_8bit_training_(mixed, "fp8")
+    assert "recipe" not in repr(mixed)
     llama4 = tiny_model("llama4", torch.bfloat16)
     with pytest.raises(ValueError, match="Llama4TextExperts does not have transformers' experts interface"):
         prepare_8bit_training_(llama4, "fp8")

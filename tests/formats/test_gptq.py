@@ -144,6 +144,12 @@ def test_columns_without_rows_are_rounded_to_nearest():
     assert not torch.equal(packed.qdata[..., 16:], plain.qdata[..., 16:])
 
 
+def test_errors_push_no_float16_weight_of_mxfp8_to_infinity():
+    weight = (weights(torch.float16).float() * 1e6).clamp(-63000, 63000).half()
+    packed = mxfp8.quantize(weight, hessian=hessian_of("correlated"))
+    assert mxfp8.dequantize(packed, torch.float16).abs().amax() == 61440
+
+
 def test_weights_of_zeros_and_without_rows():
     assert not quantize(torch.zeros(1, 4, K), hessian=hessian_of("few")[0]).qdata.any()
     assert quantize(torch.zeros(2, 0, K), hessian=torch.eye(K)).shape == (2, 0, K)

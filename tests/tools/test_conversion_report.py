@@ -34,7 +34,9 @@ def errors_of_a_module(model, weights, name, windows):
     other.load_state_dict(weights.get_submodule(name).state_dict())
 
     def compare(_, args, output):
-        found.append(((other(*args) - output).norm() / output.norm()).item())
+        got = other(*args)
+        got, output = (got[0], output[0]) if isinstance(output, tuple) else (got, output)
+        found.append(((got - output).norm() / output.norm()).item())
 
     handle = module.register_forward_hook(compare)
     with torch.no_grad():
@@ -61,8 +63,23 @@ def test_errors_of_modules_and_of_the_model():
     assert not any(module._forward_hooks for module in model.modules())
     with pytest.raises(ValueError, match="converted: found no quantized modules in Qwen3MoeForCausalLM"):
         measure_conversion(model, model, windows)
+    with pytest.raises(
+        ValueError, match="reference: got a model whose .*mlp.experts .* are quantized, wanted the 16-bit"
+    ):
+        measure_conversion(converted, converted, windows)  # all errors would be 0
     with pytest.raises(ValueError, match=r"reference: got a model without 'model.layers.0.self_attn.q_proj'"):
         measure_conversion(model.lm_head, converted, windows)
+
+
+def test_layers_of_llama_4_stand_for_their_experts():
+    model = tiny_model("llama4", torch.float32)
+    windows = torch.randint(1, 60, (2, 12), generator=torch.Generator().manual_seed(0))
+    converted = quantize_(copy.deepcopy(model))
+    found = measure_conversion(model, converted, windows)
+    assert [*found.modules] == ["model.layers.0.feed_forward", "model.layers.1.feed_forward"]
+    weights = dequantize_(copy.deepcopy(converted))
+    for name, (mean, _) in found.modules.items():
+        assert mean == pytest.approx(errors_of_a_module(model, weights, name, windows).mean().item(), rel=2e-3)
 
 
 @pytest.mark.parametrize("calibrated", [False, True])

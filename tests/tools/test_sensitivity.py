@@ -260,6 +260,17 @@ def test_convert_takes_the_formats(folder, tmp_path, capsys):
     assert main(["convert", str(folder / "model"), str(tmp_path / "mxfp8"), "--formats", file, "--quiet"]) == 0
 
 
+@pytest.mark.parametrize("calibrate", [False, True])
+def test_the_default_scale_search_needs_no_nvfp4_among_what_is_chosen(folder, tmp_path, calibrate):
+    file = write_formats(tmp_path / "formats.json", _0="nvfp4", _1="mxfp8")
+    options = ["--formats", file, "--filter", NAMES[1], "--quiet"]
+    if calibrate:
+        options += ["--calibrate", str(folder / "text.txt"), "--tokens", "64", "--context", "16"]
+    convert = ["convert", str(folder / "model"), str(tmp_path / "out"), *options]
+    assert main([*convert, "--scale-search", "mse"]) == 1  # nobody asked for the default
+    assert main(convert) == 0
+
+
 def test_convert_takes_both_formats(folder, tmp_path):
     file = write_formats(tmp_path / "formats.json", _0="nvfp4", _1="mxfp8")
     options = ["--formats", file, "--format", "mxfp8", "--linears", "--quiet"]

@@ -246,3 +246,21 @@ def test_names_and_what_is_refused():
             GroupedMLP(2, 8, 8, recipe="fp8", dtype=dtype)
         with pytest.raises(ValueError, match="recipe: got 'fp8' for torch.float.*, wanted bfloat16 or float32"):
             GroupedLinear(2, 8, 8, recipe="fp8").to(dtype)(torch.zeros(2, 8, dtype=dtype), offsets_from_splits([1, 1]))
+
+
+def test_a_subclass_whose_forward_may_ignore_the_recipe():
+    class OwnForward(GroupedLinear):
+        def forward(self, x, offsets):
+            return torch.nn.functional.grouped_mm(x, self.weight.mT, offs=offsets)
+
+    class OwnInit(GroupedLinear):
+        pass
+
+    message = "recipe: got 'fp8' for OwnForward, whose own forward may not read it"
+    with pytest.raises(ValueError, match=message):
+        OwnForward(2, 8, 8, recipe="fp8")
+    linear = OwnForward(2, 8, 8)
+    linear.recipe = None
+    with pytest.raises(ValueError, match=message):
+        linear.recipe = "fp8"
+    assert OwnInit(2, 8, 8, recipe="fp8").recipe == "fp8"

@@ -34,8 +34,9 @@ def prepare_8bit_training_(model: Model, recipe: str | None) -> Model:
 
     Raises:
         ValueError: no such recipe; the model has no 16-bit experts, or experts that cannot have a recipe: of another
-            dtype than bfloat16 and float32, and in models of transformers shared by processes, parametrized
-            (`prepare_qat_`), or without transformers' experts interface. The model is unchanged then.
+            dtype than bfloat16 and float32, a subclass of `GroupedLinear` with its own forward, and in models of
+            transformers shared by processes, parametrized (`prepare_qat_`), or without transformers' experts
+            interface. The model is unchanged then.
     """
     require_module(model)
     families = families_of(model)

@@ -40,6 +40,7 @@ _E4M3_MAX = 448.0
 _E4M3_MAX_EXPONENT = 8
 _E4M3_MAX_MANTISSA = 0x600000
 _MANTISSA_BITS = 23
+_FLOAT16_LARGEST = 61440.0  # of E4M3 numbers times a power of two
 _FLOAT16_INFINITE = 63488.0  # from here on the nearest E4M3 multiple is 65536
 
 
@@ -76,12 +77,14 @@ def _quantize_with_feedback(weight: Tensor, hessian: Tensor, scale_search: str |
     check_quantizable(weight, scale_search)
     hessian, amax = check_hessian(hessian, weight), expert_amax(weight.detach())
     check_amax(amax, weight.dtype)
+    largest = _FLOAT16_LARGEST if weight.dtype == torch.float16 else torch.inf  # errors of earlier columns add up
 
     def round_column(column: Tensor, scale: Tensor, _: Tensor) -> tuple[Tensor, Tensor]:
         # The scale fits the block before its first column was rounded: later columns may exceed 448 times it, and not
         # every torch saturates.
         factor = powers_of_two(scale)
-        codes = _round(column.clamp(-_E4M3_MAX * factor, _E4M3_MAX * factor)[..., None], scale)[..., 0]
+        most = (_E4M3_MAX * factor).clamp_max(largest)
+        codes = _round(column.clamp(-most, most)[..., None], scale)[..., 0]
         return codes.view(torch.uint8), codes.float() * factor
 
     with torch.autocast(weight.device.type, enabled=False):

@@ -48,7 +48,7 @@ class GroupedLinear(AdaptableLinear):
             float32 (docs/training.md has the definitions); None for products in the weight's dtype.
 
     Attributes:
-        recipe: as above; it may be changed between calls.
+        recipe: as above; it may be changed between calls. A ValueError for a subclass with a forward of its own.
         weight: parameter (E, N, K), initialised as `torch.nn.Linear` does: U(-K**-0.5, K**-0.5).
         bias: parameter (E, N), initialised likewise, or None.
 
@@ -103,6 +103,11 @@ class GroupedLinear(AdaptableLinear):
     @recipe.setter
     def recipe(self, recipe: str | None) -> None:
         check_recipe(recipe, torch.float32)  # a call checks the dtype
+        if recipe is not None and type(self).forward is not GroupedLinear.forward:
+            raise ValueError(
+                f"recipe: got {recipe!r} for {type(self).__name__}, whose own forward may not read it; wanted None, or"
+                " a class with the forward of GroupedLinear"
+            )
         self._recipe = recipe or ""
 
     def forward(

@@ -54,6 +54,10 @@ class GroupedExperts(ExpertFamily):
             (linear.out_features * (2 if linear in fused else 1), linear.in_features) for linear in _linears(module)
         ]
 
+    def obstacle_to_recipe(self, module: nn.Module) -> str | None:
+        own = [type(each).__name__ for each in _linears(module) if type(each).forward is not GroupedLinear.forward]
+        return f"{own[0]} has a forward of its own, which may not read it" if own else None
+
     def set_recipe(self, module: nn.Module, recipe: str | None) -> None:
         for linear in _linears(module):
             linear.recipe = recipe

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from thunder_moe.formats.block_format import NVFP4
 from thunder_moe.formats.checks import require_module
+from thunder_moe.formats.registry import check_scale_search
 from thunder_moe.kernels.select import lay_out
 from thunder_moe.nn.linear import NVFP4LinearPart
 from thunder_moe.nn.packed import PackedModule
@@ -23,6 +24,8 @@ from thunder_moe.quantization.dense_linears import DenseLinears
 from thunder_moe.quantization.families import ExpertFamily, families_of
 from thunder_moe.quantization.plan import PROGRESS_WEIGHTS, exclusive
 from thunder_moe.quantization.quantize import dequantize_, quantize_
+from thunder_moe.quantization.replaceable import has_hook
+from thunder_moe.selection import shortened
 from thunder_moe.weight_cache import refresh
 
 __all__ = ["refresh_"]
@@ -46,8 +49,9 @@ def refresh_(model: Model, weights: Mapping[str, Tensor] | None = None, *, scale
     In both cases the quantized tensors keep their addresses, so compiled graphs and captured CUDA graphs read them.
 
     Args:
-        model: a module, compiled or not. Without `weights`, the copies of its parameters and buffers, and of all
-            tensors that share their storage, are made again.
+        model: a module, compiled by torch.compile or not; of thunder.jit the module that was compiled. Without
+            `weights`, the copies of its parameters and buffers, and of all tensors that share their storage, are made
+            again.
         weights: state dict of the 16-bit model, as before `quantize_`, on any device. Tensors are cast to the dtypes
             that the weights had. A DTensor (FSDP2) is gathered when its layer is quantized: all processes of its mesh
             call this.
@@ -57,33 +61,46 @@ def refresh_(model: Model, weights: Mapping[str, Tensor] | None = None, *, scale
         The same model.
 
     Raises:
-        TypeError: model is not a module, or weights is not a mapping.
+        TypeError: model is not a module, or weights is not a mapping of tensors.
         ValueError: a weight holds NaN or Inf. Or with `weights`: the model holds nothing quantized, experts that are
-            sharded over processes, or customized modules that cannot be replaced; names are missing or unknown (the
-            model is unchanged then); another thread converts the model.
+            sharded over processes, or customized modules that cannot be replaced; names are missing or unknown; a
+            scale_search that is unknown, or for MXFP8 alone; another thread converts the model.
         RuntimeError: a tensor has another shape, as in `load_state_dict`.
 
-    An error in a layer leaves that layer and those behind it unchanged, and the layers before it new.
+    All these leave the model unchanged, but for NaN or Inf. An error in a layer (these, or out of memory) leaves that
+    layer and those behind it unchanged, and the layers before it new.
     """
     require_module(model)
-    if weights is None:
-        if scale_search is not None:
-            raise ValueError(f"scale_search: got {scale_search!r} without weights, wanted weights to quantize")
-        refresh(itertools.chain(model.parameters(), model.buffers()))
-        return model
+    module: nn.Module = getattr(model, "_orig_mod", model)  # of a compiled model
+    if weights is not None:
+        _take(module, weights, scale_search)
+    elif scale_search is not None:
+        raise ValueError(f"scale_search: got {scale_search!r} without weights, wanted weights to quantize")
+    refresh(itertools.chain(module.parameters(), module.buffers()))
+    return model
+
+
+def _take(model: nn.Module, weights: Mapping[str, Tensor], scale_search: str | None) -> None:
+    """Give a quantized model the weights of a trainer."""
     if not isinstance(weights, Mapping):
         raise TypeError(f"weights: got {type(weights).__name__}, wanted a state dict: a mapping of names and tensors")
-    module: nn.Module = getattr(model, "_orig_mod", model)  # of a compiled model
-    with exclusive(module):
-        families: list[ExpertFamily] = [*families_of(module), DenseLinears()]
-        units = _units(module, families)
-        others = _others(module, units, weights)
+    with exclusive(model):
+        families: list[ExpertFamily] = [*families_of(model), DenseLinears()]
+        units = _units(model, families)
+        check_scale_search(
+            scale_search, {part.format_name for part in model.modules() if isinstance(part, PackedModule)}
+        )
+        others = {
+            name: tensor
+            for name, tensor in model.state_dict(keep_vars=True).items()
+            if not any(_is_below(name, unit) for unit in units)
+        }
+        _check(units, others, weights, families)
         quick = sum(tensor.numel() for tensor in weights.values()) < PROGRESS_WEIGHTS
         for name in progress_bar(units, desc="refreshing", unit="layer", disable=quick):
             _refresh_unit(units[name], name, _below(weights, name), families, scale_search)
         for name, tensor in others.items():
             tensor.copy_(_whole(weights[name]))
-    return model
 
 
 def _units(model: nn.Module, families: list[ExpertFamily]) -> dict[str, nn.Module]:
@@ -129,29 +146,43 @@ def _below(weights: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
     return {name[start:]: tensor for name, tensor in weights.items() if _is_below(name, prefix)}
 
 
-def _others(model: nn.Module, units: Mapping[str, nn.Module], weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the parameters and buffers outside of the units, by name; raise a ValueError for names that do not fit."""
-    outside = {
-        name: tensor
-        for name, tensor in model.state_dict(keep_vars=True).items()
-        if not any(_is_below(name, unit) for unit in units)
-    }
-    missing = [name for name in outside if name not in weights]
-    missing += [f"{unit}.*" for unit in units if not _below(weights, unit)]
-    unknown = [name for name in weights if name not in outside and not any(_is_below(name, unit) for unit in units)]
+def _check(
+    units: Mapping[str, nn.Module],
+    others: Mapping[str, Tensor],
+    weights: Mapping[str, Tensor],
+    families: list[ExpertFamily],
+) -> None:
+    """Raise the errors of `refresh_` for weights that do not fit the units and the other tensors, and for units."""
+    for name, tensor in weights.items():
+        if not isinstance(tensor, Tensor):
+            raise TypeError(f"weights: {name}: got {type(tensor).__name__}, wanted a tensor")
+    missing = [name for name in others if name not in weights]
+    unknown = [name for name in weights if name not in others and not any(_is_below(name, unit) for unit in units)]
+    for name, unit in units.items():
+        copy, _ = _copy_of(unit, families)
+        if not any(map(has_hook, copy.modules())):  # of accelerate, which on "meta" stands for offloaded weights
+            copy.to("meta")
+        part = _dequantized(copy, name)
+        shapes = {key: torch.empty(tensor.shape, device="meta") for key, tensor in _below(weights, name).items()}
+        try:
+            keys = part.load_state_dict(shapes, strict=False, assign=True)
+        except RuntimeError as error:
+            raise RuntimeError(f"weights: {name or 'the model'}: {error}") from error
+        missing += [f"{name}.{key}" if name else key for key in keys.missing_keys]
+        unknown += [f"{name}.{key}" if name else key for key in keys.unexpected_keys]
     if missing or unknown:
-        raise ValueError(f"weights: {missing} are missing, {unknown} are unknown, wanted the names before `quantize_`")
-    for name, tensor in outside.items():
+        raise ValueError(
+            f"weights: missing {shortened(missing) or 'none'}; unknown {shortened(unknown) or 'none'}; wanted the names"
+            " before `quantize_`, without what wrappers add ('_orig_mod.' of torch.compile, 'module.' of DDP)"
+        )
+    for name, tensor in others.items():
         if weights[name].shape != tensor.shape:
             shape = tuple(weights[name].shape)
             raise RuntimeError(f"weights: {name}: got shape {shape}, wanted {tuple(tensor.shape)}")
-    return outside
 
 
-def _refresh_unit(
-    unit: nn.Module, name: str, weights: dict[str, Tensor], families: list[ExpertFamily], scale_search: str | None
-) -> None:
-    """Quantize the weights of a part of the model in a copy of it, then copy the result into the part."""
+def _copy_of(unit: nn.Module, families: list[ExpertFamily]) -> tuple[nn.Module, dict[str, str]]:
+    """Return a parent with a copy of a part of the model, "unit", and the formats of its quantized modules by name."""
     copy = nn.Module()  # a parent, for a part that is itself quantized
     copy.add_module("unit", deepcopy(unit))
     formats: dict[str, str] = {}
@@ -159,12 +190,29 @@ def _refresh_unit(
         if _is_quantized(module, families) and not any(_is_below(where, block) for block in formats):
             holder = module.stack if isinstance(module, NVFP4LinearPart) else module
             formats[where] = next(part.format_name for part in holder.modules() if isinstance(part, PackedModule))
+    return copy, formats
+
+
+def _dequantized(copy: nn.Module, name: str) -> nn.Module:
+    """Return the "unit" of a copy of the part `name`, in 16 bits."""
     try:
         dequantize_(copy)
         left = [where for where, part in copy.named_modules() if isinstance(part, PackedModule)]
         if left:
             raise ValueError(f"cannot replace {left}, which are customized")
-        copy.get_submodule("unit").load_state_dict({key: _whole(tensor) for key, tensor in weights.items()})
+    except ValueError as error:
+        raise ValueError(f"{name or 'the model'}: {error}") from error
+    return copy.get_submodule("unit")
+
+
+def _refresh_unit(
+    unit: nn.Module, name: str, weights: dict[str, Tensor], families: list[ExpertFamily], scale_search: str | None
+) -> None:
+    """Quantize the weights of a part of the model in a copy of it, then copy the result into the part."""
+    copy, formats = _copy_of(unit, families)
+    part = _dequantized(copy, name)
+    try:
+        part.load_state_dict({key: _whole(tensor) for key, tensor in weights.items()})
         quantize_(
             copy,
             lambda module, where: formats[where],

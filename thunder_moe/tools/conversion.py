@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from thunder_moe.quantization.choose import walk
 from thunder_moe.quantization.dense_linears import DenseLinears
 from thunder_moe.quantization.families import families_of
+from thunder_moe.selection import shortened
 from thunder_moe.tools.divergence import Divergence, divergence_table, measure_divergence
 
 __all__ = ["ConversionReport", "measure_conversion"]
@@ -29,7 +30,8 @@ class ConversionReport:
 
     Attributes:
         modules: name of each quantized module -> the mean over the windows of ||output - 16-bit output|| / ||16-bit
-            output|| (Frobenius), and its standard error. Both modules get the inputs of the 16-bit model.
+            output|| (Frobenius), and its standard error. Both modules get the inputs of the 16-bit model. In place of
+            Llama 4's experts, which take other inputs in 16 bits, it is the layer that calls them.
         divergence: of the whole model.
         windows, length: of the text.
     """
@@ -80,21 +82,34 @@ def measure_conversion(
         progress: show a bar.
 
     Raises:
-        ValueError: as `measure_divergence`, or `converted` has no quantized module, or `reference` lacks its name.
+        ValueError: as `measure_divergence`, or `converted` has no quantized module, or `reference` lacks its name or
+            has it quantized.
     """
     ratios: dict[str, list[Tensor]] = defaultdict(list)
+    quantized = _quantized(converted)
+    if not quantized:
+        raise ValueError(f"converted: found no quantized modules in {type(converted).__name__}, nothing to compare")
+    if both := [name for name in _quantized(reference) if name in quantized]:
+        raise ValueError(f"reference: got a model whose {shortened(both)} are quantized, wanted the 16-bit model")
 
-    def compare(other: nn.Module, name: str, _: nn.Module, args: Any, options: Any, output: Tensor) -> None:
-        error = other(*args, **options).float() - output.float()
+    def compare(other: nn.Module, name: str, _: nn.Module, args: Any, options: Any, output: Any) -> None:
+        result = other(*args, **options)
+        if isinstance(output, tuple):  # with the logits of the router
+            output, result = output[0], result[0]
+        error = result.float() - output.float()
         ratios[name].append((error.norm() / output.float().norm().clamp_min(1e-30)).double().cpu())
 
     handles = []
     try:
-        for name, module in _quantized(converted).items():
+        for name, module in quantized.items():
             try:
                 own = reference.get_submodule(name)
             except AttributeError as error:
                 raise ValueError(f"reference: got a model without {name!r}, wanted the 16-bit model") from error
+            layer = name.rpartition(".")[0]
+            layers = reference.get_submodule(layer), converted.get_submodule(layer)
+            if type(layers[0]).forward is not type(layers[1]).forward:  # Llama 4's, which calls its experts otherwise
+                name, (own, module) = layer, layers
             handles.append(own.register_forward_hook(partial(compare, module, name), with_kwargs=True))
         (divergence,) = measure_divergence(reference, {"converted": converted}, windows, progress=progress)
     finally:
@@ -117,6 +132,4 @@ def _quantized(model: nn.Module) -> dict[str, nn.Module]:
         return name in found
 
     walk(model, visit)
-    if not found:
-        raise ValueError(f"converted: found no quantized modules in {type(model).__name__}, nothing to compare")
     return found
