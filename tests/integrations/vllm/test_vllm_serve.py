@@ -87,6 +87,7 @@ def ask(address, model, prompt):
         "max_tokens": NEW_TOKENS,
         "temperature": 0,
         "ignore_eos": True,
+        "skip_special_tokens": False,  # w0 is one, the unknown word
     }
     request = urllib.request.Request(
         f"{address}/v1/completions", json.dumps(question).encode(), {"Content-Type": "application/json"}
