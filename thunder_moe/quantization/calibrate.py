@@ -311,7 +311,7 @@ class _Weight:
         self.memory = range(view.data_ptr(), view.data_ptr() + (last + 1) * view.itemsize)
 
     def add(self, operator: Any, args: tuple[Any, ...], operand: Tensor) -> None:
-        """Adds the rows of a call of an operator, one of whose arguments lies in this weight."""
+        """Adds the rows of an operator's call that reads this weight."""
         at, dim = _PRODUCTS.get(operator._schema.name, (-1, 0))
         columns = self.view.shape[2], self.view.stride(2)
         if at < 0 or args[at + 1] is not operand or (operand.shape[dim], operand.stride(dim)) != columns:
