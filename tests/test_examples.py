@@ -21,7 +21,7 @@ from thunder_moe import GroupedSwiGLU
 
 pytest.importorskip("matplotlib", reason="the example needs pip install 'thunder_moe[bench]'")
 
-LAYERS, STEPS = 2, 4
+LAYERS, STEPS = 1, 4
 
 
 def load_example(name: str) -> ModuleType:
