@@ -1,8 +1,9 @@
 """Trains a byte-level Qwen3-MoE of transformers and measures what each way to 4 and 8 bits costs it.
 Called by users: `python examples/accuracy.py --help`; calls transformers, thunder_moe and, for the plot, matplotlib.
 
-sources and documentation of installed packages -> split by file: training, calibration, held out -> train for some
-minutes -> copies of the model, each quantized another way -> quantization-aware training -> table, JSON and plot.
+The text is the sources and documentation of installed packages, split by file: training, calibration, held out.
+train for some minutes -> copies of the model, each quantized another way -> quantization-aware training -> table, JSON
+and plot.
 """
 
 from __future__ import annotations

@@ -443,7 +443,7 @@ def test_accuracy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytes
 
 
 def test_four_over_six_of_the_example() -> None:
-    """Its error on normal weights is that of tests/formats/test_nvfp4.py."""
+    """Its error on normal weights is the one that tests/formats/test_nvfp4.py has, too."""
     model = torch.nn.ParameterList([torch.randn(2, 64, 256, generator=torch.Generator().manual_seed(0))])
     before = model[0].detach().clone()
     load_example("accuracy").four_over_six_(model)

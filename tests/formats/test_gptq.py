@@ -1,5 +1,5 @@
 """GPTQ inside NVFP4 and MXFP8, `quantize(weight, hessian=)`: its objective, its codes, and bad input.
-Called by pytest; judged by tests/oracle.py, by GPTQ as its paper has it, in float64, and by rounding to nearest.
+Called by pytest; judged by tests/oracle.py, by the GPTQ of its paper, in float64, and by rounding to nearest.
 """
 
 import pytest

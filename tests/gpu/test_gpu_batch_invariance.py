@@ -1,5 +1,5 @@
 """The batch-invariant mode on a CUDA device: a row has the same bits among any others, in CUDA graphs, too.
-Called by `pytest -m gpu`; the calls are those of tests/batch_invariant_cases.py.
+Called by `pytest -m gpu`; calls tests/batch_invariant_cases.py for the operators and their operands.
 """
 
 import pytest
@@ -26,7 +26,7 @@ WEIGHTS = [
 
 @pytest.fixture(scope="module")
 def pool():
-    """Return a function that makes `Rows`, and keeps those of the last weights."""
+    """Return a function that makes `Rows`, and keeps the `Rows` of the last weights."""
     kept = {}
 
     def make(weights):

@@ -1,5 +1,5 @@
 """The batch-invariant mode on a CPU: the compiled kernels and the reference give a row the same bits among any others.
-Called by pytest; the calls are those of tests/batch_invariant_cases.py.
+Called by pytest; calls tests/batch_invariant_cases.py for the operators and their operands.
 """
 
 import threading
@@ -131,7 +131,7 @@ def attention(rows):
 
 
 def rows_without_a_kernel(rows):
-    """What float32 rows on CUDA run."""
+    """Run what float32 rows on CUDA run."""
     weight, offsets = rows.packed["gate_up"].to("meta"), torch.empty(8, dtype=torch.int32, device="meta")
     reference.grouped_mm(rows.x.to("meta"), weight, offsets)
 

@@ -190,14 +190,13 @@ def calibrate_(
 
 def _chain(model: nn.Module, layers: list[str], device: torch.device | None) -> LayerChain | None:
     """Return the list of modules that has all numbered layers; None if there is none, or more than one."""
-    holders = {holder for holder, _, number in map(_split, layers) if number.isdecimal()}
-    if len(holders) == 1 and isinstance(model.get_submodule(holder := holders.pop()), nn.ModuleList | nn.Sequential):
-        return LayerChain(model, holder, device)
-    return None
-
-
-def _split(name: str) -> tuple[str, str, str]:
-    return name.rpartition(".")
+    parts = [layer.rpartition(".") for layer in layers]
+    holders = {holder for holder, _, number in parts if number.isdecimal()}
+    if len(holders) != 1:
+        return None
+    (holder,) = holders
+    in_a_row = isinstance(model.get_submodule(holder), nn.ModuleList | nn.Sequential)
+    return LayerChain(model, holder, device) if in_a_row else None
 
 
 def _check(model: nn.Module, chosen: Targets, batch: Any, chain: LayerChain | None) -> bool:

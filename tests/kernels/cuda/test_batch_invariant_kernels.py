@@ -1,5 +1,5 @@
 """The batch-invariant mode of the CUDA kernels, run by the emulator: a row has the same bits among any others.
-Called by pytest; the calls are those of tests/batch_invariant_cases.py.
+Called by pytest; calls tests/batch_invariant_cases.py for the operators and their operands.
 """
 
 import itertools
