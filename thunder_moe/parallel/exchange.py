@@ -1,5 +1,6 @@
 """The exchange of tokens between expert-parallel ranks, by collectives of torch.distributed.
-Called by parallel.modules; calls torch.distributed, its functional collectives and ops.combine.
+Called by parallel.modules and the inference benchmark; calls torch.distributed, its functional collectives and
+ops.combine.
 
     send     tokens (T, H) -> collectives that start before the router has chosen
     start    the same tokens, global expert ids (T, A) -> running collectives
@@ -30,7 +31,7 @@ from thunder_moe.kernels.select import training_kernels
 from thunder_moe.ops import combine, route  # noqa: F401  (registers the operators)
 from thunder_moe.ops.operator import is_plain_eager
 
-__all__ = ["EXCHANGES", "AllGather", "AllToAll", "Exchange", "Sent", "wait"]
+__all__ = ["EXCHANGES", "AllGather", "AllToAll", "Exchange", "Sent", "all_gather", "wait"]
 
 
 @dataclass
@@ -221,7 +222,7 @@ class AllGather(Exchange):
         else:
             rows, x = early
             routing = _padded(routing, x.shape[0], -1.0)
-            all_routing = _all_gather(routing, self._group)
+            all_routing = all_gather(routing, self._group)
         # x and routing are kept alive: another stream reads their memory until the wait.
         return Sent(rows, all_routing, top_k, weights is not None, tokens, self.first, None, (x, routing))
 
@@ -229,7 +230,7 @@ class AllGather(Exchange):
         """Return the number of tokens that are gathered from each rank."""
         if self.capacity is None:
             count = torch.tensor([x.shape[0]], device=x.device)
-            (counts,) = _host_sizes(wait(_all_gather(count, self._group))[None])
+            (counts,) = _host_sizes(wait(all_gather(count, self._group))[None])
             return max(counts)
         require(x.shape[0] <= self.capacity, "hidden_states", x, f"at most capacity = {self.capacity} tokens")
         return self.capacity
@@ -246,7 +247,7 @@ class AllGather(Exchange):
             run: Any = _collective(collectives, "all_gather_into_tensor_coalesced")
             rows, all_routing = run([x, routing], self._group)
             return rows, all_routing
-        return _all_gather(x, self._group), _all_gather(routing, self._group)
+        return all_gather(x, self._group), all_gather(routing, self._group)
 
     def _reduce_scatter(self, x: Tensor) -> Tensor:
         return _reduce_scatter(x, self._group)
@@ -370,7 +371,8 @@ def _all_to_all(x: Tensor, coming: list[int], sending: list[int], group: Any) ->
     return run(x.contiguous(), coming, sending, group)
 
 
-def _all_gather(x: Tensor, group: Any) -> Any:
+def all_gather(x: Tensor, group: Any) -> Any:
+    """Start to gather the rows of all ranks, (T, ...) -> (R * T, ...); `wait` for the result."""
     x, ranks = x.contiguous(), dist.get_world_size(group)
     if is_plain_eager(x):
         out = x.new_empty(ranks * x.shape[0], *x.shape[1:])
