@@ -127,11 +127,19 @@ class GreedyLoop:
     Attributes:
         cache: `reset()` it before each prompt.
         token: int64 (B, 1), the last one; each call replaces its value.
-        advance: runs a decode step and chooses its token; returns its logits (B, 1, vocabulary).
+        advance: runs a decode step and chooses its token; returns its logits (B, 1, V).
+        gather: makes the model's logits (B, S, V) whole, (B, S, vocabulary); V < vocabulary if its head is cut.
     """
 
     @torch.no_grad()
-    def __init__(self, model: Any, forward: Forward, batch: int, length: int) -> None:
+    def __init__(
+        self,
+        model: Any,
+        forward: Forward,
+        batch: int,
+        length: int,
+        gather: Callable[[Tensor], Tensor] | None = None,
+    ) -> None:
         """Allocate the cache.
 
         Args:
@@ -139,8 +147,10 @@ class GreedyLoop:
             forward: the model, eager or compiled.
             batch: texts.
             length: most tokens of a text.
+            gather: the attribute, for a head that is cut over ranks; None: the model's logits are whole.
         """
         cache_class: Callable[..., Any] = StaticCache  # its layers have no common type
+        self.gather = gather or (lambda logits: logits)
         self._forward, self.cache = forward, cache_class(config=model.config, max_cache_len=length)
         self.cache.layers = [StaticLayer(length) for _ in self.cache.layers]
         self.token = torch.ones(batch, 1, dtype=torch.int64, device=model.device)
@@ -149,9 +159,9 @@ class GreedyLoop:
 
     @torch.no_grad()
     def read(self, ids: Tensor) -> Tensor:
-        """Run a prompt or a step and choose a token; return the logits of all."""
+        """Run a prompt (B, S) or a step and choose a token; return the model's logits (B, S, V) of all tokens."""
         logits: Tensor = self._forward(ids, past_key_values=self.cache, use_cache=True).logits
-        self.token.copy_(logits[:, -1:].argmax(-1))
+        self.token.copy_(self.gather(logits[:, -1:]).argmax(-1))
         return logits
 
     @torch.no_grad()

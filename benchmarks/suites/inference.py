@@ -31,9 +31,11 @@ all tokens (StaticLayer), because Thunder compiles each step of a sliding window
 
 Started by torchrun on several processes, the benchmark is tensor parallel, as there: experts and shared experts by
 this package's TensorParallel, the linears of attention and of dense layers by columns and rows. torch's styles for
-those make DTensors, which Thunder cannot trace; here they compute with local tensors. Each process builds the whole
-model and its reference, then cuts it. It prints and writes the times of the first process. 4-bit dense layers are not
-cut: --enable-nvfp4 quantizes the experts alone.
+those make DTensors, which Thunder cannot trace; here they compute with local tensors. The head, which is whole there,
+is cut by columns. All logits of a prompt are computed, and each process keeps those of its part of the vocabulary.
+Only logits that are read are gathered: of the last token, because they choose the next one, and of the tokens that are
+compared. Each process builds the whole model and its reference, then cuts it. It prints and writes the times of the
+first process. 4-bit dense layers are not cut: --enable-nvfp4 quantizes the experts alone.
 
 Before a cell is timed, its logits of the prompt and of decode steps are compared with the logits of transformers' eager
 layers, without a cache, on the same (dequantized) weights, which have to fit the device. A wrong cell gets no times,
@@ -86,6 +88,7 @@ from benchmarks.harness.report import (
 )
 from thunder_moe import Llama4MoE, RewriteWarning, dequantize_, rewrite_report
 from thunder_moe.parallel import TensorParallel
+from thunder_moe.parallel.exchange import all_gather, wait
 from thunder_moe.parallel.modules import sum_of_ranks
 from thunder_moe.parallel.shards import WeightSharding, check_sharding, shard_weight_
 from thunder_moe.progress import progress_bar
@@ -361,14 +364,21 @@ def _process_group(args: argparse.Namespace) -> Iterator[None]:
 
 
 def _shard_(model: nn.Module, mesh: DeviceMesh) -> None:
-    """Cut a model's experts, attention and dense layers over the ranks of a mesh."""
+    """Cut a model's experts, attention, dense layers and head over the ranks of a mesh.
+
+    The head then computes this rank's logits, which `_gather_vocabulary` gathers. An embedding that is tied to it stays
+    whole.
+
+    Raises:
+        ValueError: the ranks do not divide a size of the model, such as the vocabulary.
+    """
     blocks = [module for module in model.modules() if isinstance(module, Llama4MoE)]
     inside = {part for block in blocks for part in block.modules()}
     for block in blocks:
         parallelize_module(block, mesh, TensorParallel())
     for name, linear in model.named_modules():
         kind = name.rpartition(".")[2].removesuffix("_proj")
-        if linear in inside or kind not in ("q", "k", "v", "o", "gate", "up", "down"):
+        if linear in inside or kind not in ("q", "k", "v", "o", "gate", "up", "down", "lm_head"):
             continue
         by_rows = kind in ("o", "down")
         sharding = WeightSharding(mesh, (2 if by_rows else 1,))
@@ -376,6 +386,12 @@ def _shard_(model: nn.Module, mesh: DeviceMesh) -> None:
         shard_weight_(linear, sharding, 0)
         if by_rows:
             linear.register_forward_hook(lambda module, args, out: sum_of_ranks(out, mesh))
+
+
+def _gather_vocabulary(logits: Tensor) -> Tensor:
+    """Return the logits (B, S, vocabulary) of all ranks' logits (B, S, vocabulary / ranks)."""
+    parts = wait(all_gather(logits[None], dist.group.WORLD))  # [ranks, B, S, vocabulary / ranks]
+    return parts.movedim(0, 2).flatten(2)
 
 
 def _build(column: str, args: argparse.Namespace, attention: str | None = None) -> Any:
@@ -433,7 +449,8 @@ def _measure_mode(
     """Check and time the cells of a mode, which share a compiled model."""
     prompt, column = ids[:, : args.input_length].contiguous(), rows[0]["column"]
     forward = _compile(model, rows[0]["mode"], column, args.format)
-    loop = GreedyLoop(model, forward, args.batch_size, args.input_length + args.output_length)
+    gather = _gather_vocabulary if args.ranks > 1 else None
+    loop = GreedyLoop(model, forward, args.batch_size, args.input_length + args.output_length, gather)
     if rows[0]["mode"] == "thunderjit" and model.config._experts_implementation == "grouped_mm":
         # The same GEMMs among operations that thunder.jit traces. It is the last mode: no other meets this.
         model.set_experts_implementation("thunder_moe")
@@ -470,11 +487,11 @@ def _check(row: Row, loop: GreedyLoop, prompt: Tensor, tokens: Tensor, wanted: T
     """Compare the last logits of a prompt, and of steps with given tokens behind it, with `wanted`."""
     kept = wanted.shape[1] - tokens.shape[1]
     loop.cache.reset()
-    of_prompt = token_errors(loop.read(prompt)[:, -kept:].float(), wanted[:, :kept].float())
+    of_prompt = token_errors(loop.gather(loop.read(prompt)[:, -kept:]).float(), wanted[:, :kept].float())
     steps = []
     for token, expected in zip(tokens.split(1, 1), wanted[:, kept:].split(1, 1), strict=True):
         loop.token.copy_(token)
-        steps.append(token_errors(loop.advance().float(), expected.float()))
+        steps.append(token_errors(loop.gather(loop.advance()).float(), expected.float()))
     require_same_logits([of_prompt, torch.cat(steps)], row.update)
 
 

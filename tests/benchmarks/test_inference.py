@@ -16,10 +16,12 @@ from torch.torch_version import TorchVersion
 
 pytest.importorskip("transformers")
 
-from tiny_models import tiny_config
+from tiny_models import tiny_config, tiny_model, tokens
+from torch.distributed.device_mesh import init_device_mesh
 
 from benchmarks.__main__ import main
 from benchmarks.harness import models
+from benchmarks.harness.decode import GreedyLoop
 from benchmarks.harness.timing import machine_name
 from benchmarks.suites import inference as suite
 from thunder_moe import Llama4MoE
@@ -274,6 +276,57 @@ def test_options_that_are_wrong(arguments, message, capsys):
         main(["inference", "--device", "cpu", *arguments])
     assert stopped.value.code == 2
     assert message in capsys.readouterr().err
+
+
+def llama4(**changes):
+    config = tiny_config("llama4")
+    for name, value in changes.items():
+        setattr(config, name, value)
+    model = tiny_model("llama4", config=config).requires_grad_(False)
+    models.use_llama4_moe(model)
+    return model
+
+
+@torch.no_grad()
+def run_cut_head(tied):
+    """Cut a model, in each process; return the error of its gathered logits and other findings."""
+    model, found = llama4(tie_word_embeddings=tied), SimpleNamespace()
+    head, embedding = model.lm_head, model.get_input_embeddings()
+    assert (head.weight is embedding.weight) == tied
+    prompt = tokens()
+    whole = GreedyLoop(model, model, *prompt.shape)
+    whole.cache.reset()
+    wanted = whole.read(prompt)
+    vocabulary = wanted.shape[-1]
+    suite._shard_(model, init_device_mesh("cpu", (2,)))
+    loop = GreedyLoop(model, model, *prompt.shape, suite._gather_vocabulary)
+    loop.cache.reset()
+    own = loop.read(prompt)
+    found.parts = [part.shape[-1] / vocabulary for part in (own, head.weight.to_local().mT, embedding.weight.mT)]
+    found.error = ((loop.gather(own) - wanted).norm() / wanted.norm()).item()
+    found.same_tokens = torch.equal(loop.token, whole.token)
+    found.first_half = bool((loop.token < vocabulary // 2).all())
+    return found
+
+
+def run_uneven_head():
+    with pytest.raises(ValueError, match=r"wanted a multiple of 2") as raised:
+        suite._shard_(llama4(vocab_size=65), init_device_mesh("cpu", (2,)))
+    return str(raised.value)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_ranks_compute_the_columns_of_the_head(ranks, tied):
+    for found in ranks(2)(run_cut_head, tied):
+        assert found.parts == [0.5, 0.5, 1]
+        assert found.error < 1e-5
+        assert found.same_tokens
+        assert not found.first_half  # the tokens of one rank's logits would be others
+
+
+def test_a_vocabulary_that_the_ranks_do_not_divide(ranks):
+    for message in ranks(2)(run_uneven_head):
+        assert message == "lm_head: it has out_features=65, wanted a multiple of 2, for 2 ranks"
 
 
 @pytest.mark.slow
