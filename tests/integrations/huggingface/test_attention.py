@@ -2,6 +2,9 @@
 Called by pytest; its function alone, then whole models, with padding and static caches, eager and compiled.
 """
 
+import contextlib
+import gc
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -248,6 +251,123 @@ def test_models_with_an_indexer_refuse_it():
         model(torch.ones(1, 9, dtype=torch.int64))
 
 
+@pytest.fixture
+def rolls(monkeypatch):
+    """Short prompts are rolled, too."""
+    monkeypatch.setattr(attention, "_FEWEST_ROLLED", 2)
+
+
+STARTS, ENDS = torch.tensor([0, 5, 17])[:, None], torch.tensor([61, 70, 50])[:, None]
+TEXT = (torch.arange(KEYS) >= STARTS) & (torch.arange(KEYS) < ENDS)
+
+
+def mask_of_prompt(padding, queries=70, device="cpu", **changes):
+    """The mask of a prompt in a static cache."""
+    given = dict(
+        batch_size=B, q_length=queries, kv_length=KEYS, q_offset=torch.tensor(0, device=device), device=device,
+        attention_mask=padding.to(device), mask_function=masking_utils.causal_mask_function, dtype=torch.bfloat16,
+    )  # fmt: skip
+    return grouped_sdpa_mask(**given, **changes)
+
+
+@pytest.mark.parametrize("key_heads", [1, 4, HEADS])
+@pytest.mark.parametrize("ends", ["padding", "cache"])
+def test_padded_prompts(key_heads, ends, rolls, seen):
+    """Padding on both sides, or on the left and ones for the rest of the cache."""
+    mask = mask_of_prompt(TEXT if ends == "padding" else torch.arange(KEYS) >= STARTS)
+    text = TEXT[:, :70] if ends == "padding" else torch.arange(70) >= STARTS
+    assert mask.shape == (B, 1, 70, KEYS)
+    assert mask.dtype == torch.bool
+    padding = torch.arange(70) < STARTS
+    inputs = [tensor.requires_grad_() for tensor in operands(key_heads, 70, value_width=24)]
+    out, _ = grouped_sdpa_attention(layer(key_heads), *inputs, mask, scaling=0.1)
+    assert out.is_contiguous()
+    assert out.isfinite().all()
+    assert (out[padding] == 0).all()
+    expected = in_float64(*inputs, mask | padding[:, None, :, None], scale=0.1)
+    assert error(out[text], expected[text]) < LIMIT[torch.float32]
+    upstream = torch.randn(out.shape) * (text | padding)[..., None, None]
+    ours = torch.autograd.grad(out, inputs, upstream)
+    theirs = torch.autograd.grad(expected, inputs, upstream.double() * text[..., None, None])
+    ((_, key, _, options),) = seen
+    assert key.shape[2] == 70
+    assert options["attn_mask"] is None
+    assert options["is_causal"]
+    for one, other in zip(ours, theirs, strict=True):
+        assert error(one, other.double()) < 1e-6
+
+
+@pytest.mark.parametrize("inference", [False, True])
+def test_only_the_mask_itself_is_known(inference, rolls, seen):
+    """What a model makes of the mask stays a mask."""
+    query, key, value = operands(4, 70)
+    with torch.inference_mode() if inference else contextlib.nullcontext():
+        mask = mask_of_prompt(torch.arange(KEYS) >= STARTS)
+
+        def is_masked(mask, *inputs, function=grouped_sdpa_attention):
+            seen.clear()
+            out, _ = function(layer(4), *inputs, mask)
+            expected, text = in_float64(*inputs, mask), mask[:, 0].any(-1)
+            assert error(out[text], expected[text]) < LIMIT[torch.float32]
+            return seen[0][3]["attn_mask"] is not None
+
+        assert not is_masked(mask, query, key, value)
+        for other in (mask.clone(), mask[:, :, :, :], mask & True):
+            assert is_masked(other, query, key, value)
+        assert is_masked(mask[..., :70], query, key[:, :, :70], value[:, :, :70])
+        compiled = torch.compile(grouped_sdpa_attention, backend="eager", fullgraph=True)
+        assert is_masked(mask, query, key, value, function=compiled)
+        assert not is_masked(mask, query, key, value)
+        mask[2, :, :, 17:20] = False
+        assert is_masked(mask, query, key, value)
+    kept = len(attention._ROLLS)
+    seen.clear()
+    del mask, other
+    gc.collect()
+    assert len(attention._ROLLS) == kept - 1
+
+
+PADDED_OTHERWISE = {
+    "hole": dict(padding=TEXT & (torch.arange(KEYS) != 20)),
+    "a text without tokens": dict(padding=TEXT & torch.tensor([[True], [True], [False]])),
+    "short": dict(padding=TEXT[:, :69]),
+    "window": dict(padding=TEXT, local_size=69),
+    "short prompt": dict(padding=TEXT, queries=60),
+    "asked for": dict(padding=TEXT, allow_is_causal_skip=False),
+    "offset": dict(padding=TEXT, kv_offset=1),
+}
+
+
+@pytest.mark.parametrize("case", PADDED_OTHERWISE)
+def test_other_padded_prompts_have_a_mask(case, monkeypatch):
+    monkeypatch.setattr(attention, "_FEWEST_ROLLED", 70)
+    mask = mask_of_prompt(**PADDED_OTHERWISE[case])
+    assert mask is not None
+    assert mask not in attention._ROLLS
+
+
+def test_windows_as_long_as_a_padded_prompt(rolls):
+    assert mask_of_prompt(TEXT, local_size=70) in attention._ROLLS
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("gradients", [False, True])
+@pytest.mark.parametrize("dtype", LIMIT, ids=str)
+def test_padded_prompts_on_cuda(dtype, gradients, rolls, seen):
+    mask, text = mask_of_prompt(TEXT, device="cuda"), TEXT[:, :70].cuda()
+    inputs = [tensor.cuda().requires_grad_(gradients) for tensor in operands(4, 70, dtype)]
+    out, _ = grouped_sdpa_attention(layer(4), *inputs, mask)
+    assert seen[0][3]["attn_mask"] is None
+    assert out.isfinite().all()
+    expected = in_float64(*inputs, mask | ~text[:, None, :, None])
+    assert error(out[text], expected[text]) < 5 * LIMIT[dtype]
+    if gradients:
+        upstream = torch.randn_like(out) * text[..., None, None]
+        ours = torch.autograd.grad(out, inputs, upstream)
+        for one, other in zip(ours, torch.autograd.grad(expected, inputs, upstream.double()), strict=True):
+            assert error(one, other.double()) < 20 * LIMIT[dtype]
+
+
 @pytest.mark.parametrize("padding", [None, 11, 30, 40])
 @pytest.mark.parametrize("offset", [(17, 0), (torch.tensor(17), 0), (torch.tensor([17]), 0), (23, 5)], ids=str)
 def test_masks_of_one_new_token(padding, offset, monkeypatch):
@@ -326,7 +446,7 @@ def generate(model, prompt, mask, **options):
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("cache", ["static", "dynamic"])
 @pytest.mark.parametrize("name", SUPPORTED)
-def test_models(name, cache, seen):
+def test_models(name, cache, rolls, seen):
     if (name, cache) == ("llama4", "static") and transformers.__version__.startswith("5.17."):
         pytest.skip("transformers 5.17 fails to make the masks of Llama 4 for a static cache")
     prompt = tokens()
@@ -361,6 +481,7 @@ def test_sliding_windows_in_16_bits(dtype):
 OLD = transformers.__version__.startswith("5.7.")
 ONES = torch.ones(2, 9, dtype=torch.int64)
 PADDED = torch.tensor([[0] * 3 + [1] * 6, [1] * 9])
+HOLE = torch.tensor([[1] * 4 + [0] * 2 + [1] * 3, [1] * 9])
 PACKED = torch.tensor([[*range(4), *range(5)]] * 2)
 # (model, changes of its config, arguments): the masked calls of attention in the two layers, eagerly and compiled.
 PROMPTS = {
@@ -370,9 +491,16 @@ PROMPTS = {
     "packed": ("qwen3_moe", {}, dict(use_cache=False, position_ids=PACKED), 2, 2),
     "ones": ("qwen3_moe", {}, dict(attention_mask=ONES), 0, 2),
     "ones behind": ("qwen3_moe", {}, dict(attention_mask=ONES, cache="new"), 0, 2),
-    "left": ("qwen3_moe", {}, dict(attention_mask=PADDED), 2, 2),
-    "right": ("qwen3_moe", {}, dict(attention_mask=PADDED.flip(1)), 2, 2),
-    "left in a static cache": ("qwen3_moe", {}, dict(attention_mask=F.pad(PADDED, (0, 7), value=1), cache="new"), 2, 2),
+    "left": ("qwen3_moe", {}, dict(attention_mask=PADDED), 0, 2),
+    "left without a cache": ("deepseek_v3", {}, dict(attention_mask=PADDED, use_cache=False), 0, 2),
+    "right": ("qwen3_moe", {}, dict(attention_mask=PADDED.flip(1)), 0, 2),
+    "left and right": ("olmoe", {}, dict(attention_mask=PADDED & PADDED.flip(0, 1)), 0, 2),
+    "left in a static cache": ("qwen3_moe", {}, dict(attention_mask=F.pad(PADDED, (0, 7), value=1), cache="new"), 0, 2),
+    "left in a filled static cache": ("qwen3_moe", {}, dict(attention_mask=PADDED, cache="filled"), 2, 2),
+    "left in a window": ("mixtral", dict(sliding_window=9), dict(attention_mask=PADDED), 0, 2),
+    "left in a shorter window": ("mixtral", dict(sliding_window=8), dict(attention_mask=PADDED), 2, 2),
+    "left in a chunk": ("llama4", dict(attention_chunk_size=9), dict(attention_mask=PADDED), 0, 2),
+    "hole": ("qwen3_moe", {}, dict(attention_mask=HOLE), 2, 2),
     "short": ("qwen3_moe", {}, dict(attention_mask=ONES[:, :7], cache="new"), 2, 2),
     "new static cache": ("qwen3_moe", {}, dict(cache="new"), 0, 0),
     "reset static cache": ("qwen3_moe", {}, dict(cache="reset"), 0, 2),
@@ -417,7 +545,7 @@ def check_prompt(case, seen, compiled):
 
 
 @pytest.mark.parametrize("case", PROMPTS)
-def test_prompts_without_a_mask(case, seen):
+def test_prompts_without_a_mask(case, rolls, seen):
     check_prompt(case, seen, compiled=False)
 
 
@@ -448,7 +576,7 @@ def test_compiled_prompts_of_any_length(name, changes, seen):
     [{}, dict(cache_implementation="static"), dict(custom_generate=fast_generate)],
     ids=["dynamic", "static", "fast_generate"],
 )
-def test_prompts_of_generate(options, padded, seen):
+def test_prompts_of_generate(options, padded, rolls, seen):
     if options and OLD:
         pytest.skip("transformers 5.7 asks for a mask with every static cache")
     ours, sdpa, _ = models("qwen3_moe")
@@ -458,8 +586,38 @@ def test_prompts_of_generate(options, padded, seen):
         out = ours.generate(tokens(), **how, **options)
         assert torch.equal(out, sdpa.generate(tokens(), **how))
         prompts = [(key.shape[2], call["attn_mask"]) for query, key, _, call in seen[:2] if query.shape[2] == 9]
-        assert prompts == [(9, None)] * 2 or padded
-        assert not padded or all(mask is not None for _, mask in prompts)
+        assert prompts == [(9, None)] * 2
+
+
+def test_steps_behind_padding_on_the_right(seen):
+    ours, sdpa, _ = models("qwen3_moe")
+    mask, steps = PADDED.flip(1), []
+    positions = mask.sum(1, keepdim=True)
+    with torch.no_grad():
+        for model in (ours, sdpa):
+            cache = model(tokens(), attention_mask=mask).past_key_values
+            for step in range(2):
+                options = dict(attention_mask=F.pad(mask, (0, step + 1), value=1), position_ids=positions + step)
+                steps.append(model(tokens(length=1), past_key_values=cache, **options).logits)
+    assert seen[0][3]["attn_mask"] is None
+    for step, expected in zip(steps[:2], steps[2:], strict=True):
+        assert error(step, expected.double()) < 1e-5
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("name", ["qwen3_moe", "deepseek_v3"])
+def test_training_with_padding(name, side, rolls, seen):
+    mask, gradients = PADDED if side == "left" else PADDED.flip(1), []
+    for model in models(name)[:2]:
+        model.train().gradient_checkpointing_enable()
+        options = dict(use_cache=False, labels=tokens().masked_fill(mask == 0, -100))
+        seen.clear()
+        model(tokens(), attention_mask=mask, **options).loss.backward()
+        assert {call["attn_mask"] is None for *_, call in seen} == {not gradients}
+        assert len(seen) == 4  # each layer twice
+        gradients.append([parameter.grad for parameter in model.parameters() if parameter.grad is not None])
+    for ours, theirs in zip(*gradients, strict=True):
+        assert error(ours, theirs.double()) < 1e-5 or theirs.norm() < 1e-6
 
 
 @pytest.mark.gpu

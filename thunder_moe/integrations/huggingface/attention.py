@@ -1,6 +1,6 @@
-"""transformers' attention implementation "thunder_moe_sdpa": masked attention without copies of keys and values.
-Called by transformers, once quantizer has imported it; calls torch's scaled_dot_product_attention, transformers'
-"sdpa", and kernels/attention.py.
+"""transformers' attention implementation "thunder_moe_sdpa": masked attention without copies of keys and values, and
+prompts without a mask. Called by transformers, once quantizer has imported it; calls torch's
+scaled_dot_product_attention, transformers' "sdpa", and kernels/attention.py.
 
 Legend: B batch, Hq query heads, Hkv key heads, G = Hq // Hkv heads of a group, Q new tokens, L keys, D width of a head.
 """
@@ -8,11 +8,12 @@ Legend: B batch, Hq query heads, Hkv key heads, G = Hq // Hkv heads of a group, 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.weak import WeakTensorKeyDictionary
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, causal_mask_function, sdpa_mask
 from transformers.modeling_utils import AttentionInterface
@@ -26,6 +27,7 @@ NAME = "thunder_moe_sdpa"
 # As rows of the query, the heads of a group need the mask repeated, keys and values not: H200, 32 heads that share 4 of
 # 128, batch 8, 576 keys: 54 us instead of 133 for 64 new tokens, 167 instead of 172 for 256.
 _MOST_QUERIES = 64
+_FEWEST_ROLLED = 512  # tokens of a padded prompt from which on rolling its texts to the left is faster than a mask
 # The names under which models hand on what their indexers chose: DeepSeek-V3.2, GLM-MoE-DSA, ...; MiniMax-M3.
 _CHOSEN_KEYS = ("indices", "block_indices")
 
@@ -47,6 +49,9 @@ def grouped_sdpa_attention(
     group. Here they are not copied: where cuDNN runs attention (H100 and newer, 16 bits) and no gradients are needed,
     it groups the heads; elsewhere the heads of a group are further rows of the query, (B, Hkv, G * Q, D), for up to 64
     new tokens. Without a mask, and for models whose heads have keys of their own, it calls "sdpa".
+
+    Eager prompts with padding on the left are rolled until each text begins at token 0, attend causally without the
+    mask, and are rolled back. What attends to nothing is zero, as with "sdpa".
 
     Args:
         module: the attention layer.
@@ -76,6 +81,10 @@ def grouped_sdpa_attention(
             )
     queries = query.shape[2]
     own = kwargs.get("position_bias") is None and kwargs.get("cache") is None and not kwargs.get("output_attentions")
+    roll = _roll_of(query, key, attention_mask) if own else None
+    if roll is not None:
+        query, key, value = (roll.left(each[:, :, :queries]) for each in (query, key, value))
+        attention_mask, is_causal = None, True
     if attention_mask is not None and attention_mask.is_floating_point() and attention_mask.dtype != query.dtype:
         # cuDNN of torch 2.11 takes a float32 mask of 16-bit queries for one of 16 bits. Finite numbers stay finite: a
         # row of padding that attends to nothing keeps its weights.
@@ -88,19 +97,21 @@ def grouped_sdpa_attention(
     if attention_mask is None and own and causal and 1 < queries < key.shape[2]:
         # A prompt in a static cache: transformers 5.7 hands over all of the cache, which no fused kernel takes.
         key, value = key[:, :, :queries], value[:, :, :queries]
-    if out is None:
-        return sdpa_attention_forward(
-            module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, is_causal=is_causal, **kwargs
-        )
-    return out.transpose(1, 2).contiguous(), None
+    if out is not None:
+        return out.transpose(1, 2).contiguous(), None
+    out, _ = sdpa_attention_forward(
+        module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, is_causal=is_causal, **kwargs
+    )
+    return out if roll is None else roll.back(out), None
 
 
 def grouped_sdpa_mask(**given: Any) -> Tensor | None:
     """Make the mask that transformers' `sdpa_mask` makes, or None where attention's causal form needs none.
 
-    A prompt needs none if no text is padded, no token is cached, and all of it is in one window or chunk. `sdpa_mask`
-    makes one all the same in compiled prompts (transformers 5.17), for an `attention_mask` that covers a static cache,
-    and for windows that are as long as the prompt.
+    A prompt needs none if each text begins with the first token, no token is cached, and all of it is in one window or
+    chunk: causality hides padding on the right from the text. `sdpa_mask` makes a mask for such padding, in compiled
+    prompts (transformers 5.17), for an `attention_mask` that covers a static cache, and for windows that are as long as
+    the prompt. `grouped_sdpa_attention` knows the masks of prompts in which texts begin later.
 
     For one new token behind a static cache it takes a third of the operations of `sdpa_mask`, and 16-bit models get the
     numbers that are added to the logits, 0 and -inf. SDPA would convert a bool mask to them in every layer: 1.2 us of a
@@ -113,9 +124,12 @@ def grouped_sdpa_mask(**given: Any) -> Tensor | None:
         (B, 1, Q, L), bool (True: attend) or 16-bit numbers to add; or None where none is needed.
     """
     if given["q_length"] > 1:
-        if _is_causal(given):
+        starts = _starts_of(given)
+        if starts is not None and not any(starts):
             return None
         given["allow_is_causal_skip"] = False  # `sdpa_mask` would look again for a part of these cases
+        if starts is not None and len(starts) == given["batch_size"] and given["q_length"] >= _FEWEST_ROLLED:
+            return _mask_of_later_starts(given, starts)
     plain = (
         given.get("mask_function") is causal_mask_function and not given.get("use_vmap") and not given.get("local_size")
     )
@@ -137,29 +151,111 @@ def grouped_sdpa_mask(**given: Any) -> Tensor | None:
     return attended.new_zeros(attended.shape, dtype=dtype).masked_fill_(~attended, -torch.inf)
 
 
-def _is_causal(given: dict[str, Any]) -> bool:
-    """True if query i of a prompt reads the keys 0 to i: there is neither padding, nor a past, nor a window to leave.
+def _starts_of(given: dict[str, Any]) -> list[int] | None:
+    """Return the first token of each text of a prompt, whose tokens read the keys from there to their own, and are
+    followed by padding alone; [] or [0]: all of all texts. None: there is a past, a window to leave, a text without
+    tokens or with holes.
 
     Tensors that say so are read once, which waits for the GPU, and not while anything traces or captures.
     """
     if torch.compiler.is_exporting() and not torch.compiler.is_dynamo_compiling():
-        return False  # an exported graph may be given one new token, which reads all keys, and any number behind it
-    queries, window, start = given["q_length"], given.get("local_size"), given.get("q_offset", 0)
+        return None  # an exported graph may be given one new token, which reads all keys, and any number behind it
+    queries, window, past = given["q_length"], given.get("local_size"), given.get("q_offset", 0)
     padding: Tensor | None = given.get("attention_mask")
     if not given.get("allow_is_causal_skip", True) or given.get("kv_offset", 0) != 0:
-        return False
+        return None
     if window is not None and queries > window:
-        return False
-    facts = []
-    if isinstance(start, Tensor):  # the number of tokens in a static cache
-        facts.append(start == 0)
-    elif start != 0:
-        return False
+        return None
+    if not isinstance(past, Tensor) and past != 0:
+        return None
+    if padding is not None and padding.shape[1] < queries:
+        return None
+    facts = [each for each in (past, padding) if isinstance(each, Tensor)]
+    if not facts:
+        return []
+    if is_tracing(facts[0]):
+        return None
+    starts = torch.zeros(1, dtype=torch.int64, device=facts[0].device)
     if padding is not None:  # causality hides the keys behind the new tokens
-        if padding.shape[1] < queries:
-            return False
-        facts.append(padding[:, :queries])
-    return not facts or (not is_tracing(facts[0]) and bool(torch.stack([fact.all() for fact in facts]).all()))
+        text = padding[:, :queries].bool()
+        begins = text & ~F.pad(text, (1, 0))[:, :-1]
+        starts = torch.where(begins.sum(1) == 1, begins.int().argmax(1), -1)
+    if isinstance(past, Tensor):  # the number of tokens in a static cache
+        starts = torch.where(past == 0, starts, -1)
+    found: list[int] = starts.tolist()
+    return found if min(found) >= 0 else None
+
+
+@torch.inference_mode(False)  # tensors of inference mode do not count their changes
+def _mask_of_later_starts(given: dict[str, Any], starts: list[int]) -> Tensor:
+    """Make the mask of a prompt, and keep what replaces it in `grouped_sdpa_attention`.
+
+    Models may slice the mask, change or combine it: what they make of it is not known there, and stays a mask.
+    """
+    mask = sdpa_mask(**given)
+    assert mask is not None
+    texts, queries = torch.arange(len(starts), device=mask.device), given["q_length"]
+    places = torch.arange(queries, device=mask.device) + torch.tensor(starts, device=mask.device)[:, None]
+    order = (texts[:, None] * queries + places % queries).flatten()
+    _ROLLS[mask] = _Roll(mask._version, order, order.argsort(), order[(places >= queries).flatten()])
+    return mask
+
+
+class _Roll(NamedTuple):
+    """Orders of the (B * Q) tokens of a prompt.
+
+    Attributes:
+        version: the changes of the mask when it was made.
+        order: moves the texts to the left, and the padding in front of them to the end.
+        inverse: moves them back.
+        padding: the tokens in front of the texts.
+    """
+
+    version: int
+    order: Tensor
+    inverse: Tensor
+    padding: Tensor
+
+    def left(self, tokens: Tensor) -> Tensor:
+        """Convert (B, H, Q, D) -> (B, H, Q, D)"""
+        tokens = tokens.transpose(1, 2)
+        rolled = _reordered(tokens.flatten(0, 1), self.order, self.inverse)
+        return rolled.view(tokens.shape).transpose(1, 2)  # type: ignore[no-any-return]
+
+    def back(self, tokens: Tensor) -> Tensor:
+        """Convert (B, Q, H, D) -> (B, Q, H, D)"""
+        texts = _reordered(tokens.flatten(0, 1), self.inverse, self.order)
+        return texts.index_fill_(0, self.padding, 0).view(tokens.shape)  # type: ignore[no-any-return]
+
+
+_ROLLS = WeakTensorKeyDictionary()
+
+
+def _roll_of(query: Tensor, key: Tensor, mask: Any) -> _Roll | None:
+    """Return what replaces a mask; None: it is not of `_mask_of_later_starts`, has changed, or is of other tokens."""
+    # A captured graph may be replayed with other numbers in the mask.
+    if torch.compiler.is_compiling() or not isinstance(mask, Tensor) or is_tracing(mask):
+        return None
+    roll: _Roll | None = _ROLLS.get(mask)
+    if roll is None or roll.version != mask._version:
+        return None
+    return roll if mask.shape == (len(query), 1, query.shape[2], key.shape[2]) else None
+
+
+class _Reorder(torch.autograd.Function):
+    """Put rows into another order. The gradient of indexing alone would add rows, not copy them."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
+        ctx.save_for_backward(inverse, order)
+        return rows[order]
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return _reordered(gradient, *ctx.saved_tensors), None, None
+
+
+_reordered: Any = _Reorder.apply
 
 
 def _grouped(
