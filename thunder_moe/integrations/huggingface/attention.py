@@ -27,7 +27,7 @@ NAME = "thunder_moe_sdpa"
 # As rows of the query, the heads of a group need the mask repeated, keys and values not: H200, 32 heads that share 4 of
 # 128, batch 8, 576 keys: 54 us instead of 133 for 64 new tokens, 167 instead of 172 for 256.
 _MOST_QUERIES = 64
-_FEWEST_ROLLED = 512  # tokens of a padded prompt from which on rolling its texts to the left is faster than a mask
+_FEWEST_ROLLED = 1024  # tokens of a padded prompt from which on rolling its texts to the left is faster than a mask
 # The names under which models hand on what their indexers chose: DeepSeek-V3.2, GLM-MoE-DSA, ...; MiniMax-M3.
 _CHOSEN_KEYS = ("indices", "block_indices")
 
@@ -152,9 +152,10 @@ def grouped_sdpa_mask(**given: Any) -> Tensor | None:
 
 
 def _starts_of(given: dict[str, Any]) -> list[int] | None:
-    """Return the first token of each text of a prompt, whose tokens read the keys from there to their own, and are
-    followed by padding alone; [] or [0]: all of all texts. None: there is a past, a window to leave, a text without
-    tokens or with holes.
+    """Return where the texts of a prompt begin, if each token reads all keys from there to its own; None if not.
+
+    Padding may be in front of a text and behind it, where causality hides it, but not inside. There may be neither a
+    past, nor a window to leave, nor a text without tokens. [] and [0] say that all texts begin with the first token.
 
     Tensors that say so are read once, which waits for the GPU, and not while anything traces or captures.
     """
@@ -220,12 +221,12 @@ class _Roll(NamedTuple):
         """Convert (B, H, Q, D) -> (B, H, Q, D)"""
         tokens = tokens.transpose(1, 2)
         rolled = _reordered(tokens.flatten(0, 1), self.order, self.inverse)
-        return rolled.view(tokens.shape).transpose(1, 2)  # type: ignore[no-any-return]
+        return rolled.view(tokens.shape).transpose(1, 2)
 
     def back(self, tokens: Tensor) -> Tensor:
         """Convert (B, Q, H, D) -> (B, Q, H, D)"""
         texts = _reordered(tokens.flatten(0, 1), self.inverse, self.order)
-        return texts.index_fill_(0, self.padding, 0).view(tokens.shape)  # type: ignore[no-any-return]
+        return texts.index_fill_(0, self.padding, 0).view(tokens.shape)
 
 
 _ROLLS = WeakTensorKeyDictionary()
@@ -233,11 +234,11 @@ _ROLLS = WeakTensorKeyDictionary()
 
 def _roll_of(query: Tensor, key: Tensor, mask: Any) -> _Roll | None:
     """Return what replaces a mask; None: it is not of `_mask_of_later_starts`, has changed, or is of other tokens."""
-    # A captured graph may be replayed with other numbers in the mask.
-    if torch.compiler.is_compiling() or not isinstance(mask, Tensor) or is_tracing(mask):
+    if torch.compiler.is_compiling() or not isinstance(mask, Tensor):
         return None
     roll: _Roll | None = _ROLLS.get(mask)
-    if roll is None or roll.version != mask._version:
+    # A captured graph may be replayed with other numbers in the mask.
+    if roll is None or roll.version != mask._version or is_tracing(mask):
         return None
     return roll if mask.shape == (len(query), 1, query.shape[2], key.shape[2]) else None
 
@@ -255,7 +256,11 @@ class _Reorder(torch.autograd.Function):
         return _reordered(gradient, *ctx.saved_tensors), None, None
 
 
-_reordered: Any = _Reorder.apply
+def _reordered(rows: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
+    if not (rows.requires_grad and torch.is_grad_enabled()):
+        return rows[order]  # takes less time on the host
+    reordered: Tensor = _Reorder.apply(rows, order, inverse)  # type: ignore[no-untyped-call]
+    return reordered
 
 
 def _grouped(
