@@ -15,6 +15,7 @@ from thunder_moe import (
     ScaledSReLU,
     ScaledSwiGLU,
     SwiGLU,
+    add_lora_,
     mxfp8,
     nvfp4,
     quantize_,
@@ -29,6 +30,12 @@ ENDS = torch.tensor([2, 4], dtype=torch.int32)
 IDS, SCORES = torch.zeros(4, 1, dtype=torch.int64), torch.ones(4, 1)
 
 
+IN_TRANSFORMERS = dict(
+    fuse_norms_="transformers", load_lora_="transformers", save_lora="transformers", get_peft_model="peft",
+    load_peft_model="peft", fast_generate="transformers",
+)  # fmt: skip
+
+
 def model():
     return nn.ModuleDict({"experts": GroupedSwiGLU(2, 32, 32)})
 
@@ -36,11 +43,15 @@ def model():
 @pytest.mark.parametrize(
     "name",
     ["quantize_", "dequantize_", "to_layout_", "refresh_", "prepare_qat_", "finish_qat_"]
-    + ["use_lora_", "merge_lora_", "unmerge_lora_", "remove_lora_", "add_lora_"],
+    + ["use_lora_", "merge_lora_", "unmerge_lora_", "remove_lora_", "add_lora_"]
+    + ["fuse_norms_", "get_peft_model", "load_lora_", "load_peft_model", "save_lora"],
 )
 @pytest.mark.parametrize("given", [None, {}, torch.ones(2)], ids=["None", "dict", "tensor"])
 def test_a_model_is_a_module(name, given):
-    more = dict(use_lora_=("default",), add_lora_=(4, 8)).get(name, ())
+    if name in IN_TRANSFORMERS:
+        pytest.importorskip(IN_TRANSFORMERS[name])
+    more = dict(use_lora_=("default",), add_lora_=(4, 8), get_peft_model=(None,)).get(name, ())
+    more = ("directory",) if name in ("load_lora_", "load_peft_model", "save_lora") else more
     with pytest.raises(TypeError, match=rf"^model: got {type(given).__name__}, wanted a torch\.nn\.Module$"):
         getattr(thunder_moe, name)(given, *more)
 
@@ -67,6 +78,13 @@ def test_a_model_is_a_module(name, given):
         (lambda: ThunderMoeConfig(format={"*": 4}), ValueError, "format: got 4"),
         (lambda: ThunderMoeConfig(scale_search="msee"), ValueError, "scale_search: got 'msee', wanted None or one of"),
         (lambda: ThunderMoeConfig(layout=None), ValueError, "layout: got None, wanted one of"),
+        (lambda: thunder_moe.load_formats(3), TypeError, "formats: got int, wanted a string or a pathlib.Path"),
+        (lambda: thunder_moe.convert(3, "x"), TypeError, "source: got int, wanted a string or a pathlib.Path"),
+        (lambda: thunder_moe.convert("x", None), TypeError, "destination: got NoneType, wanted a string or a path"),
+        (lambda: thunder_moe.calibrate_(model(), 3), TypeError, "batches: got int, wanted a list of tensors"),
+        (lambda: thunder_moe.calibrate_(model(), [ROWS], device=True), ValueError, "device: got 'True', which cannot"),
+        (lambda: thunder_moe.use_lora_(add_lora_(model(), 2, 2), 3), TypeError, "adapters: got int, wanted a name, a"),
+        (lambda: thunder_moe.use_backend([]).__enter__(), ValueError, r"backend: got \[\], wanted one of"),
         (lambda: ExpertParallel(chunks=None), ValueError, "chunks: got None, wanted an integer"),
         (lambda: ExpertParallel(exchange=["all_gather"]), ValueError, r"exchange: got \['all_gather'\]"),
     ],
@@ -88,6 +106,10 @@ def test_options_of_models(call, error, message):
         (lambda: nvfp4.dequantize(torch.ones(2)), TypeError, "weight: got Tensor"),
         (lambda: nvfp4.fake_quantize(None), TypeError, "weight: got None, wanted a tensor"),
         (lambda: Llama4MoE(None), TypeError, "config: got NoneType, wanted a Llama4MoEConfig"),
+        (lambda: thunder_moe.offsets_from_splits(3), TypeError, "splits: got int, wanted a tensor or a sequence"),
+        (lambda: thunder_moe.per_expert_state_dict({}), TypeError, "module: got dict, wanted a torch.nn.Module"),
+        (lambda: thunder_moe.NVFP4Linear(None), TypeError, "weight: got NoneType, wanted a packed weight"),
+        (lambda: GroupedLinear(2, 32, 32, dtype="bf16"), ValueError, "dtype: got bf16, wanted bfloat16"),
         (lambda: SwiGLU(0, 32), ValueError, "hidden_size: got 0, wanted an integer"),
         (lambda: GroupedSwiGLU(2, 64.0, 32), ValueError, "hidden_size: got 64.0"),
         (lambda: GroupedMLP(2, 32, None), ValueError, "intermediate_size: got None"),
@@ -132,6 +154,22 @@ def test_an_unknown_inner_compiler():
     torch._dynamo.reset()
     with pytest.raises(Exception, match=r"options\['thunder_moe.inner'\]: got 3, wanted the name of a compiler"):
         torch.compile(lambda x: x + 1, backend="thunder_moe", options={"thunder_moe.inner": 3})(torch.ones(2))
+
+
+@pytest.mark.parametrize("name", ["load_lora_", "load_peft_model", "save_lora"])
+def test_an_adapter_is_at_a_path(name):
+    pytest.importorskip(IN_TRANSFORMERS[name])
+    with pytest.raises(TypeError, match=r"^path: got int, wanted a string or a pathlib\.Path$"):
+        getattr(thunder_moe, name)(model(), 3)
+
+
+def test_other_objects_of_other_libraries():
+    pytest.importorskip("transformers")
+    with pytest.raises(TypeError, match="^model: got Linear, wanted a model of transformers: model.generate"):
+        thunder_moe.fast_generate(nn.Linear(2, 2), ROWS, None, None, None)
+    pytest.importorskip("peft")
+    with pytest.raises(TypeError, match="^peft_config: got dict, wanted a peft.LoraConfig$"):
+        thunder_moe.get_peft_model(model(), {})
 
 
 @pytest.mark.parametrize("path", [None, 5])

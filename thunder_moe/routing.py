@@ -1,5 +1,5 @@
 """Routing in plain torch: choose experts by logits, sort slots by expert, gather tokens to rows, sum each token's rows.
-Called by kernels, ops, activations, nn and integrations.huggingface; calls torch alone.
+Called by kernels, ops, activations, nn and integrations.huggingface; calls torch and formats.checks.
 
 Legend: T tokens, A = top_k, slot = t * A + a, M rows sorted by expert, E experts, N and I output features.
 A slot is an assignment of a token to an expert; row_slot and slot_row are the permutation and its inverse.
@@ -8,7 +8,7 @@ Only `row_groups` synchronises with the host. Indices out of range read another 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from operator import index
@@ -17,6 +17,8 @@ from typing import SupportsIndex
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from thunder_moe.formats.checks import require_type
 
 __all__ = [
     "LINEAR_ROUTER_TOKENS",
@@ -291,6 +293,7 @@ def offsets_from_splits(splits: Sequence[int] | Tensor, *, device: torch.device 
         device: of the result; None: the device of the splits, or torch's default.
 
     Raises:
+        TypeError: the splits are neither a tensor nor a sequence.
         ValueError: the splits are not one-dimensional, empty or fractional; on a CPU also if one is negative, or an end
             exceeds int32.
     """
@@ -303,6 +306,7 @@ def offsets_from_splits(splits: Sequence[int] | Tensor, *, device: torch.device 
         if splits.device.type == "cpu" and not torch.compiler.is_compiling():
             _check_splits(splits.tolist())
         return splits.to(device=device or splits.device).cumsum(0, dtype=torch.int64).to(torch.int32)
+    require_type("splits", splits, Iterable, "a tensor or a sequence of integers, rows per expert")
     values = list(splits)
     for value in values:
         if isinstance(value, bool) or not isinstance(value, SupportsIndex):

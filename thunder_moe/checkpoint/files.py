@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from thunder_moe.formats.checks import require_type
+from thunder_moe.formats.checks import require_path
 
 __all__ = ["TensorFiles", "TensorInfo", "expand_user", "find_checkpoint", "read_headers", "read_json", "require_inside"]
 
@@ -187,7 +187,6 @@ def find_checkpoint(path: str | Path, revision: str | None = None, *, argument: 
         ValueError: the path begins with ``~`` and a user that there is not.
         FileNotFoundError: there is neither such a directory nor such a model.
     """
-    require_type(argument, path, (str, os.PathLike), "a string or a pathlib.Path")
     directory = expand_user(path, argument)
     if directory.is_dir():
         return directory
@@ -210,8 +209,10 @@ def expand_user(path: str | os.PathLike[Any], argument: str) -> Path:
     """Return the path with ``~`` replaced by the home directory.
 
     Raises:
+        TypeError: the path is neither a string nor a path; names the argument.
         ValueError: nobody knows the home directory; names the argument.
     """
+    require_path(argument, path)
     try:
         return Path(path).expanduser()
     except RuntimeError as error:

@@ -9,13 +9,13 @@ from __future__ import annotations
 import logging
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
 
-from thunder_moe.formats.checks import require_module
+from thunder_moe.formats.checks import require_module, require_type
 from thunder_moe.nn import GroupedLinear, NVFP4GroupedLinear, NVFP4GroupedSwiGLU
 from thunder_moe.nn.linear import NVFP4Linear, NVFP4LinearPart, is_packed_dense
 from thunder_moe.nn.lora import (
@@ -219,10 +219,12 @@ def use_lora_(model: Model, adapters: str | Sequence[str] | None) -> Model:
     Linears that lack a named adapter run without it. Compiled models compile again.
 
     Raises:
+        TypeError: the model is not a module, or `adapters` is of another type.
         ValueError: no linear has the name, a name is given twice, or adapters are merged; the model is unchanged then.
     """
-    wanted = (adapters,) if isinstance(adapters, str) else tuple(adapters or ())
     linears = require_lora(model)
+    require_type("adapters", adapters, (Iterable, type(None)), "a name, a list of names or None")
+    wanted = (adapters,) if isinstance(adapters, str) else tuple(adapters or ())
     require_names(linears, wanted)
     refuse_merged(linears)
     for linear in linears.values():

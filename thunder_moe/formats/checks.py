@@ -4,10 +4,12 @@ Called by everything that users call; calls torch alone.
 
 from __future__ import annotations
 
+import os
+
 import torch
 from torch import Tensor, nn
 
-__all__ = ["mismatch", "require", "require_device", "require_module", "require_type"]
+__all__ = ["mismatch", "require", "require_device", "require_module", "require_path", "require_type"]
 
 
 def mismatch(name: str, tensor: Tensor, wanted: str) -> ValueError:
@@ -32,7 +34,7 @@ def require_device(argument: str, device: torch.device | str) -> torch.device:
     try:
         found = torch.device(device)
         torch.zeros(1, device=found).item()
-    except (RuntimeError, AssertionError) as error:
+    except (RuntimeError, AssertionError, TypeError) as error:
         reason = str(error).partition("\n")[0]
         raise ValueError(f"{argument}: got {str(device)!r}, which cannot be used here ({reason})") from error
     return found
@@ -41,3 +43,8 @@ def require_device(argument: str, device: torch.device | str) -> torch.device:
 def require_module(model: object) -> None:
     """Raises a TypeError if the argument `model` is not a module."""
     require_type("model", model, nn.Module, "a torch.nn.Module")
+
+
+def require_path(argument: str, path: object) -> None:
+    """Raises a TypeError if an argument is neither a string nor a path."""
+    require_type(argument, path, (str, os.PathLike), "a string or a pathlib.Path")

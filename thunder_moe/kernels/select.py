@@ -251,7 +251,7 @@ def use_backend(backend: str) -> Iterator[None]:
     Raises:
         ValueError: the backend is unknown; when an operator runs, also that it cannot run there.
     """
-    if backend not in _KNOWN:
+    if not isinstance(backend, str) or backend not in _KNOWN:
         raise ValueError(f"backend: got {backend!r}, wanted one of {tuple(_KNOWN)}")
     token = _CHOSEN.set(backend)
     try:

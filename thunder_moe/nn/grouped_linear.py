@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from thunder_moe.formats.checks import require
+from thunder_moe.formats.checks import require, require_type
 from thunder_moe.nn.adaptable import AdaptableLinear
 from thunder_moe.nn.autocast import autocast_dtype
 from thunder_moe.nn.expert_states import NAMES, one_per_weight
@@ -193,7 +193,11 @@ def per_expert_state_dict(module: nn.Module) -> dict[str, Tensor]:
     """Return the state dict of a module with one tensor per expert: ``weight0``, ``bias0``, ... in place of the
     ``weight`` and ``bias`` of each `GroupedLinear` in it, as TransformerEngine names them. The tensors share the
     parameters' memory.
+
+    Raises:
+        TypeError: the argument is not a module.
     """
+    require_type("module", module, nn.Module, "a torch.nn.Module")
     modules = module.named_modules(remove_duplicate=False)  # state dicts have a shared module under each of its names
     linears = {name for name, child in modules if isinstance(child, GroupedLinear)}
     state: dict[str, Tensor] = {}
@@ -280,7 +284,8 @@ def run_into(
 
 def require_weight_dtype(dtype: torch.dtype | None) -> None:
     """Raise a ValueError for a dtype that weights cannot be trained in."""
-    if dtype is not None and not (dtype.is_floating_point and dtype.itemsize > 1):
+    known = dtype is None or isinstance(dtype, torch.dtype)
+    if not known or (dtype is not None and not (dtype.is_floating_point and dtype.itemsize > 1)):
         raise ValueError(f"dtype: got {dtype}, wanted bfloat16, float16, float32, float64 or None for torch's default")
 
 

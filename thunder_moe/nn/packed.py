@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from thunder_moe.formats.block_format import BLOCK_FORMATS, NVFP4, BlockFormat
-from thunder_moe.formats.checks import require
+from thunder_moe.formats.checks import require, require_type
 from thunder_moe.formats.layouts import LINEAR, layout_of_blocks, module_layouts
 from thunder_moe.formats.nvfp4 import WEIGHT_DTYPES
 from thunder_moe.formats.registry import dequantize
@@ -90,6 +90,7 @@ class PackedModule(AdaptableLinear):
         part_features: Sequence[int] | None = None,
     ) -> None:
         super().__init__()
+        require_type("weight", weight, PackedWeight, "a packed weight, as `quantize` gives it")
         if not self._of_experts and weight.shape[0] != 1:
             raise ValueError(f"weight: got shape {weight.shape}, wanted (1, out_features, in_features)")
         self.num_experts, self.out_features, self.in_features = weight.shape

@@ -25,7 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from thunder_moe.formats.block_format import NVFP4
-from thunder_moe.formats.checks import require_module
+from thunder_moe.formats.checks import require_device, require_module, require_type
 from thunder_moe.formats.registry import FORMATS, dequantize_expert
 from thunder_moe.formats.weight import PackedWeight
 from thunder_moe.progress import progress_bar
@@ -135,6 +135,7 @@ def calibrate_(
             ``<destination>.partial`` is damaged.
         FileExistsError: the destination exists, or ``<destination>.partial`` is of other arguments (says which).
     """
+    require_type("batches", batches, Iterable, "a list of tensors (windows.split(8)) or mappings of arguments")
     inputs = [*batches]
     kinds = sorted({type(batch).__name__ for batch in inputs})
     alone = isinstance(batches, Tensor | Mapping)  # its rows or keys would be batches
@@ -142,7 +143,7 @@ def calibrate_(
         got = f"one {type(batches).__name__}" if alone else f"{type(batches).__name__} of {kinds or 'nothing'}"
         raise ValueError(f"batches: got {got}, wanted a list of tensors (windows.split(8)) or mappings of arguments")
     require_module(model)
-    device = None if device is None else torch.device(device)
+    device = None if device is None else require_device("device", device)
     home = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
     with exclusive(model), torch.autocast((device or home).type, enabled=False):
         plan = choose_modules(

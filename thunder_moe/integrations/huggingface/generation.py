@@ -26,7 +26,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import StaticCache
+from transformers import GenerationMixin, StaticCache
 from transformers.cache_utils import StaticLayer, StaticSlidingWindowLayer
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
 from transformers.generation.utils import GENERATION_MODES_MAPPING
@@ -38,6 +38,7 @@ from thunder_moe.compilers.dynamo.backend import compile_inner
 from thunder_moe.compilers.dynamo.decode_attention import fuse_decode_attention
 from thunder_moe.compilers.dynamo.prefetch import prefetch_operands
 from thunder_moe.compilers.dynamo.scopes import copy_of, scopes_of
+from thunder_moe.formats.checks import require_type
 from thunder_moe.integrations.huggingface.sampling import Choice, choice_of
 from thunder_moe.progress import progress_bar
 
@@ -94,6 +95,8 @@ def fast_generate(
     Returns:
         (B, P + new) token ids; after the end of a text, the padding token.
     """
+    wanted = "a model of transformers: model.generate(..., custom_generate=fast_generate) calls it"
+    require_type("model", model, GenerationMixin, wanted)
     # generate does not tell a function that weights are sharded, so that all processes have to make the same steps.
     zero3 = is_deepspeed_zero3_enabled()  # type: ignore[no-untyped-call]
     synced_gpus = synced_gpus or zero3 or is_fsdp_managed_module(model)

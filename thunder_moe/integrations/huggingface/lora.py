@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from thunder_moe.checkpoint.files import expand_user
 from thunder_moe.finetune.lora import add_by_name_, lora_linears, scaling_of
+from thunder_moe.formats.checks import require_module, require_type
 from thunder_moe.integrations.huggingface.lora_files import (
     CONFIG,
     PARTS,
@@ -80,9 +81,12 @@ def get_peft_model(model: Any, peft_config: Any, adapter_name: str = "default") 
         adapter_name: of the adapter, which becomes the active one.
 
     Raises:
+        TypeError: the model is not a module, or the configuration is not a `peft.LoraConfig`.
         ValueError: nothing of the model is named, or it has nothing that is 4-bit; gate_proj without up_proj; an option
             that experts do not have (DoRA, biases, initializations but for True and "gaussian").
     """
+    require_module(model)
+    require_type("peft_config", peft_config, peft.LoraConfig, "a peft.LoraConfig")
     _check(peft_config)
     chosen, rest = _chosen(model, peft_config), _rest(model, peft_config)
     names = sorted(target.name for target in targets(model))
@@ -108,6 +112,8 @@ def load_peft_model(model: Any, path: str | Path, adapter_name: str = "default",
         is_trainable: whether its parameters require gradients.
 
     Raises:
+        TypeError: the model is not a module, or the path is neither a string nor a path.
+        FileNotFoundError: a file is missing.
         ValueError: the files have no adapter of the model's experts, or one that does not fit.
     """
     found, rest, config = _read(model, path)

@@ -34,6 +34,7 @@ from thunder_moe.finetune.lora import (
     shapes_of,
     use_lora_,
 )
+from thunder_moe.formats.checks import require_module
 from thunder_moe.formats.gate_up import deinterleave, interleave
 from thunder_moe.integrations.huggingface.checkpoint_names import expert_source
 from thunder_moe.integrations.huggingface.lora_targets import PREFIX, Target, blocks_of, is_named, place_of, targets
@@ -97,15 +98,17 @@ def save_lora(
         config: more entries of adapter_config.json, a dictionary.
 
     Raises:
+        TypeError: the model is not a module, or the path is neither a string nor a path.
         OSError: a file cannot be written; an adapter that was there stays.
         ValueError: no experts with that adapter, merged adapters, or with per_expert experts that are not gated.
     """
+    require_module(model)
+    path = expand_user(path, "path")
     chosen = adapters(model, adapter)
     if not chosen:
         raise ValueError(
             f"adapter: got {adapter!r}, which no experts of transformers' models in {type(model).__name__} have"
         )
-    path = expand_user(path, "path")
     path.mkdir(parents=True, exist_ok=True)
     tensors, own, *_ = encode(model, chosen, per_expert)
     write_adapter(path, tensors, own | (config or {}))
@@ -151,6 +154,7 @@ def load_lora_(model: nn.Module, path: str | Path, adapter: str = "default", *, 
         freeze: as in `add_lora_`.
 
     Raises:
+        TypeError: the model is not a module, or the path is neither a string nor a path.
         FileNotFoundError: a file is missing.
         ValueError: a file is truncated (names it); the adapter matches no experts of the model, or is also of other
             modules (attention, say), which `get_peft_model` handles; tensors that do not fit; a kind of adapter that is
@@ -220,6 +224,7 @@ def read_adapter(
     Raises:
         ValueError: as `load_lora_`, but for other tensors, and for none of 4-bit linears (`no_adapter`).
     """
+    require_module(model)
     refuse_part(model, "whose layers are whole, as an adapter's files are: add_lora_(model, ...) adds one for training")
     path = expand_user(path, "path")
     config = read_json(path / CONFIG)

@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from thunder_moe.formats.checks import require_module
 from thunder_moe.integrations.huggingface.class_swap import OtherMethods
 from thunder_moe.integrations.huggingface.known_code import key, runs_class_forward, tell_decision, unknown_version
 from thunder_moe.integrations.huggingface.norm_table import NORMS
@@ -90,8 +91,10 @@ def fuse_norms_(model: Model) -> Model:
         The same model.
 
     Raises:
+        TypeError: the model is not a module.
         ValueError: the table has no norm of the model.
     """
+    require_module(model)
     found = 0
     for module in list(model.modules()):
         call = None if isinstance(module, FusedNorm) else _call_of(module)

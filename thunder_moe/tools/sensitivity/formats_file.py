@@ -17,6 +17,7 @@ from torch import nn
 
 from thunder_moe.checkpoint.files import read_json
 from thunder_moe.checkpoint.writer import write_json
+from thunder_moe.formats.checks import require_path
 from thunder_moe.formats.registry import FORMATS
 from thunder_moe.tools.sensitivity.measure import WIDE, BlockLoss, Sensitivity
 
@@ -37,6 +38,7 @@ def load_formats(path: str | Path) -> Callable[[nn.Module, str], str | None]:
         a ValueError for experts that the file does not have, because the file is of another model then.
 
     Raises:
+        TypeError: the path is neither a string nor a path.
         FileNotFoundError: the file does not exist.
         ValueError: it is another file, or the file of a run without ``--budget``.
     """
@@ -152,6 +154,7 @@ def write(path: Path, found: Sensitivity, **more: Any) -> None:
 
 
 def _read(path: str | Path, argument: str) -> dict[str, Any]:
+    require_path(argument, path)
     try:
         return read_json(Path(path))
     except FileNotFoundError as error:
