@@ -322,7 +322,7 @@ def _thaw(model):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (_tie_dense, "plan: 'layers.0.q_proj' has changed, its weight is tied to that of layers.1.q_proj"),
+        (_tie_dense, "plan: 'layers.0.q_proj' has changed, its weight is tied to the weight of layers.1.q_proj"),
         (_tie_experts, "plan: the model has changed .* not 'layers.5.moe.routed_experts.up_proj', which is tied"),
         (
             _spoil,

@@ -120,7 +120,7 @@ def test_from_transformers_refuses_what_computes_something_else():
         Llama4MoE.from_transformers(theirs)
     theirs = modeling.Llama4TextMoe(Llama4TextConfig(**sizes))
     theirs.experts.forward = lambda x: 2 * x
-    with pytest.raises(ValueError, match="module.experts: its forward was replaced, wanted that of Llama4TextExperts"):
+    with pytest.raises(ValueError, match="module.experts: its forward was replaced, wanted the forward of Llama4"):
         Llama4MoE.from_transformers(theirs)
     theirs.__class__ = type("Own", (modeling.Llama4TextMoe,), {})
     with pytest.raises(TypeError, match="module: got Own, wanted transformers' Llama4TextMoe"):

@@ -192,7 +192,7 @@ def test_a_tied_head_stays_16_bit_and_tied(caplog):
     model = quantize_(make(tie=True), linears=everything)
     assert kinds(model)["head"] == "Linear"
     assert model.head.weight is model.embed.weight
-    assert "stays 16-bit: head: its weight is tied to that of embed" in caplog.text
+    assert "stays 16-bit: head: its weight is tied to the weight of embed" in caplog.text
 
 
 def test_weights_side_by_side_in_one_storage_are_not_tied():

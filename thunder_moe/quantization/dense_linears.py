@@ -402,7 +402,7 @@ def _tied_or_read(model: nn.Module) -> dict[nn.Module, str]:
             names = dict.fromkeys(name for name, _ in together)
             for own, sharing in together if len(names) > 1 else ():
                 others = ", ".join(other for other in names if other != own)
-                reasons[sharing] = f"its weight is tied to that of {others}"
+                reasons[sharing] = f"its weight is tied to the weight of {others}"
     for name, module in model.named_modules():
         if is_read_by_code(name):
             reasons.setdefault(module, "the code of the models that have such a layer reads its weight itself")

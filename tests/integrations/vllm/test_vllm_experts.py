@@ -522,7 +522,7 @@ class TestReload:
 
     def test_scales_of_gate_and_up_that_have_no_place(self, first):
         _, layer = first
-        with pytest.raises(ValueError, match="global scales that differ .in w13 those of gate and up"):
+        with pytest.raises(ValueError, match="global scales that differ .in w13 the scales of gate and up"):
             self._reload(layer, loaded()[1])
 
     def test_with_eplb(self):

@@ -223,7 +223,7 @@ def require_form(module: nn.Module) -> ExpertsForm:
     if form is None:
         raise TypeError(
             f"hf_experts_module: got {type(module).__name__}, wanted an experts module of transformers with weights of"
-            " 16 or 32 bits (expert_blocks(model) lists those of a model)"
+            " 16 or 32 bits (expert_blocks(model) lists the experts modules of a model)"
         )
     return form
 

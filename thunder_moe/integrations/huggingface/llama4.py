@@ -104,7 +104,7 @@ def copy_llama4_moe(module: nn.Module, moe_class: type[Moe]) -> Moe:
         raise TypeError(f"module: got {type(module).__name__}, wanted transformers' Llama4TextMoe")
     for name, part in (("module", module), *((f"module.{name}", part) for name, part in module.named_children())):
         if not has_own_forward(part):
-            raise ValueError(f"{name}: its forward was replaced, wanted that of {type(part).__name__}")
+            raise ValueError(f"{name}: its forward was replaced, wanted the forward of {type(part).__name__}")
     for name, act_fn in (
         ("experts.act_fn", module.experts.act_fn),
         ("shared_expert.activation_fn", module.shared_expert.activation_fn),

@@ -406,6 +406,6 @@ def _complete(model: nn.Module, folder: Path, adapter: str, per_expert: bool) ->
     lost = [name for name in dense if name.rpartition(".")[2] in PARTS]
     if lost and _as_peft_reads(model, peft.LoraConfig(target_modules="all-linear")).target_parameters:
         _LOGGER.warning(
-            "%s: PEFT takes the names of %s and others for those of experts and leaves their adapters out on the 16-bit"
+            "%s: PEFT takes the names of %s and others for names of experts and leaves their adapters out on the 16-bit"
             " model; load_peft_model reads them", folder, lost[0],
         )  # fmt: skip

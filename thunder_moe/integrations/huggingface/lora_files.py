@@ -323,8 +323,8 @@ def _decode(
     wrapped = named if len(named) == len(depths) else own if len(own) == len(depths) else []
     if not wrapped or {inside.replace("base_layer", "").strip(".") for inside, _ in given} != {""}:
         raise ValueError(
-            f"path: the adapters of {block} ({', '.join(inside or 'itself' for inside, _ in given)}) are not"
-            f" those of target_parameters={list(names)}"
+            f"path: the adapters of {block} ({', '.join(inside or 'itself' for inside, _ in given)}) do not"
+            f" fit target_parameters={list(names)}"
         )
     for depth, target in zip(depths, reversed(wrapped), strict=True):
         inside, experts = ".".join(["base_layer"] * depth), target.num_experts
@@ -393,7 +393,7 @@ def _decode_per_expert(
         if not a.shape[1] == b.shape[2] == spec.rank:
             raise ValueError(
                 f"path: {block} has adapters {tuple(a.shape)} and {tuple(b.shape)} of {name}, wanted rank {spec.rank},"
-                f" that of {CONFIG}"
+                f" the rank in {CONFIG}"
             )
         found[part] = Adapter(a, b, spec)
     if 0 in found:
@@ -416,7 +416,7 @@ def adapters(model: nn.Module, adapter: str) -> list[tuple[Target, Adapter]]:
     Raises:
         ValueError: adapters are merged, or the model is a process's part of a whole one.
     """
-    refuse_part(model, "whose adapters are whole: each process has those of its part, in its state dict")
+    refuse_part(model, "whose adapters are whole: each process has the adapters of its part, in its state dict")
     found = []
     for target in targets(model):
         linear = target.linear

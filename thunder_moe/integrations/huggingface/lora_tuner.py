@@ -127,8 +127,8 @@ class TunerWithExperts(LoraModel):
             merged = [name for name, each in self.model.named_modules() if getattr(each, "merged_adapters", None)]
             if linears and merged:
                 raise ValueError(
-                    f"unload: got {merged[0]!r} with its adapters merged, while those of experts would go; wanted"
-                    " merge_and_unload, or unmerge_adapter first"
+                    f"unload: got {merged[0]!r} with its adapters merged, while the adapters of experts would go;"
+                    " wanted merge_and_unload, or unmerge_adapter first"
                 )
         names = [each for each in adapter_names or self.active_adapters if each in names_of(self.model)]
         if merge and names:

@@ -50,8 +50,8 @@ class ThunderMoeQuantizer(PackedQuantizer):
         super().__init__(quantization_config, **kwargs)
         if self.pre_quantized:
             raise ValueError(
-                f"config.json: its quantization_config is that of a load ({quantization_config.quant_method!r}), not of"
-                " a checkpoint: remove it from a 16-bit checkpoint's file"
+                f"config.json: its quantization_config is one for loading ({quantization_config.quant_method!r}), not"
+                " a checkpoint's: remove it from a 16-bit checkpoint's file"
             )
         self._device_map: Any = None
         self._dtype: torch.dtype | None = None

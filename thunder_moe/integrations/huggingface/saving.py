@@ -103,8 +103,8 @@ class QuantizedModel(OtherMethods):
         of_peft = getattr(self, "_hf_peft_config_loaded", False)
         if of_peft and lora_linears(self):
             raise ValueError(
-                "model: got adapters of add_lora_ beside those of transformers' add_adapter, which alone would be"
-                " written; save_lora and remove_lora_ those of add_lora_ before"
+                "model: got adapters of add_lora_ beside adapters of transformers' add_adapter, which alone would be"
+                " written; call save_lora and remove_lora_ for the adapters of add_lora_ before"
             )
         if not _is_quantized(self) or of_peft:
             return save(  # type: ignore[no-any-return]

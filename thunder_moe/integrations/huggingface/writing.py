@@ -55,7 +55,7 @@ def write_model(model: PreTrainedModel, path: str | Path, max_shard_size: int | 
             "adapters are written beside the weights, where this package alone reads them; for other engines,"
             " merge_lora_(model), or save_lora(model, path, per_expert=True) beside the model without them"
         )
-        refuse_part(model, "whose adapters are whole: each process has those of its part, in its state dict")
+        refuse_part(model, "whose adapters are whole: each process has the adapters of its part, in its state dict")
     sources = expert_sources(model)
     layout = next((layout for _, layout in sources.values()), None)
     config = model_config(model)

@@ -92,7 +92,7 @@ def unsupported_reason(moe_config: FusedMoEConfig, experts: Any = None, format: 
         return "the CUDA kernels cannot be compiled, see kernels.cuda.nvrtc"
     if moe_config.is_lora_enabled and parallel.dp_size > 1:
         # prepare_tensors of vLLM's LoRAKernelMeta returns early, and the exchange of tokens sends stale adapters.
-        return "LoRA with data parallelism: ranks without adapters in a batch send the others those of an older batch"
+        return "LoRA with data parallelism: ranks without adapters in a batch send the others an older batch's adapters"
     if moe_config.is_lora_enabled and parallel.enable_eplb:
         return "LoRA with EPLB: experts would move, and their adapters would not"
     return None

@@ -214,7 +214,7 @@ class ThunderMethod(FusedMoEMethodBase):  # type: ignore[misc]
         elif name in self._one_scale and not equal:
             raise ValueError(
                 f"{name}_weight_scale_2 of {layer.layer_name!r}: got rows of an expert with global scales that differ"
-                " (in w13 those of gate and up), after weights whose scales were the same; start vLLM with these"
+                " (in w13 the scales of gate and up), after weights whose scales were the same; start vLLM with these"
                 " weights, or give gate and up one scale"
             )
         return (scales[:, 0] if name in self._one_scale else scales).contiguous()
