@@ -159,9 +159,7 @@ def _check(
     missing = [name for name in others if name not in weights]
     unknown = [name for name in weights if name not in others and not any(_is_below(name, unit) for unit in units)]
     for name, unit in units.items():
-        copy, _ = _copy_of(unit, families)
-        if not any(map(has_hook, copy.modules())):  # of accelerate, which on "meta" stands for offloaded weights
-            copy.to("meta")
+        copy, _ = _copy_of(unit, families, of_packed=False)
         part = _dequantized(copy, name)
         shapes = {key: torch.empty(tensor.shape, device="meta") for key, tensor in _below(weights, name).items()}
         try:
@@ -181,16 +179,38 @@ def _check(
             raise RuntimeError(f"weights: {name}: got shape {shape}, wanted {tuple(tensor.shape)}")
 
 
-def _copy_of(unit: nn.Module, families: list[ExpertFamily]) -> tuple[nn.Module, dict[str, str]]:
-    """Return a parent with a copy of a part of the model, "unit", and the formats of its quantized modules by name."""
+def _copy_of(unit: nn.Module, families: list[ExpertFamily], of_packed: bool) -> tuple[nn.Module, dict[str, str]]:
+    """Return a parent with a copy of a part of the model, "unit", and the formats of its quantized modules by name.
+
+    Args:
+        unit: the part.
+        families: of quantized modules.
+        of_packed: True to have the packed weights alone on "meta", since they are replaced; False: all tensors.
+    """
+    memo: dict[int, Any] = {}  # what deepcopy takes for copies
+    if not any(map(has_hook, unit.modules())):  # of accelerate, to which "meta" stands for offloaded weights
+        packed = {id(buffer) for part in unit.modules() for buffer in _packed_tensors(part)}
+        for _, tensor in _tensors(unit):
+            if id(tensor) in packed or not of_packed:
+                memo[id(tensor)] = _like(tensor, "meta")
     copy = nn.Module()  # a parent, for a part that is itself quantized
-    copy.add_module("unit", deepcopy(unit))
+    copy.add_module("unit", deepcopy(unit, memo))
     formats: dict[str, str] = {}
     for where, module in copy.named_modules():
         if _is_quantized(module, families) and not any(_is_below(where, block) for block in formats):
             holder = module.stack if isinstance(module, NVFP4LinearPart) else module
             formats[where] = next(part.format_name for part in holder.modules() if isinstance(part, PackedModule))
     return copy, formats
+
+
+def _packed_tensors(module: nn.Module) -> list[Tensor]:
+    return [getattr(module, field) for field in module.format.fields] if isinstance(module, PackedModule) else []
+
+
+def _like(tensor: Tensor, device: torch.device | str) -> Tensor:
+    """Return an uninitialized tensor, or parameter, of the same kind on a device."""
+    new = torch.empty_like(tensor, device=device)
+    return nn.Parameter(new, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else new
 
 
 def _dequantized(copy: nn.Module, name: str) -> nn.Module:
@@ -209,8 +229,14 @@ def _refresh_unit(
     unit: nn.Module, name: str, weights: dict[str, Tensor], families: list[ExpertFamily], scale_search: str | None
 ) -> None:
     """Quantize the weights of a part of the model in a copy of it, then copy the result into the part."""
-    copy, formats = _copy_of(unit, families)
+    copy, formats = _copy_of(unit, families, of_packed=True)
     part = _dequantized(copy, name)
+    home = next(tensor.device for module in unit.modules() for tensor in _packed_tensors(module))
+    made: dict[Tensor, Any] = {}  # tied weights stay tied
+    for module in () if any(map(has_hook, part.modules())) else part.modules():
+        for key, weight in module._parameters.items():
+            if weight is not None and weight.is_meta:
+                module._parameters[key] = made.setdefault(weight, _like(weight, home))
     try:
         part.load_state_dict({key: _whole(tensor) for key, tensor in weights.items()})
         quantize_(
