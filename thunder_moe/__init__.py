@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from thunder_moe.integrations.huggingface.lora_files import load_lora_, save_lora
     from thunder_moe.integrations.huggingface.norms import fuse_norms_
     from thunder_moe.integrations.thunder_layers import from_thunder
-    from thunder_moe.kernels.batch_invariance import batch_invariant
     from thunder_moe.kernels.select import simulate_w4a4, use_backend
     from thunder_moe.nn import (
         GroupedLinear,
@@ -35,6 +34,7 @@ if TYPE_CHECKING:
         SwiGLU,
         per_expert_state_dict,
     )
+    from thunder_moe.nn.batch_invariant import batch_invariant
     from thunder_moe.ops.decode_attention import decode_attention
     from thunder_moe.ops.experts import f16a_mxfp8weight_moe_experts, f16a_nvfp4weight_moe_experts, moe_experts
     from thunder_moe.ops.grouped_mm import f16a_mxfp8weight_scaled_grouped_mm, f16a_nvfp4weight_scaled_grouped_mm
@@ -67,7 +67,6 @@ _HOMES = {
     "integrations.huggingface.norms": ("fuse_norms_",),
     "integrations.huggingface.quantizer": ("ThunderMoeConfig",),
     "integrations.thunder_layers": ("from_thunder",),
-    "kernels.batch_invariance": ("batch_invariant",),
     "kernels.select": ("simulate_w4a4", "use_backend"),
     "finetune.lora": ("add_lora_", "remove_lora_", "use_lora_"),
     "finetune.merge": ("merge_lora_", "unmerge_lora_"),
@@ -75,6 +74,7 @@ _HOMES = {
         "GroupedLinear", "GroupedSwiGLU", "Llama4MoE", "Llama4MoEConfig", "NVFP4GroupedLinear", "NVFP4GroupedSwiGLU",
         "NVFP4Linear", "SwiGLU", "per_expert_state_dict",
     ),
+    "nn.batch_invariant": ("batch_invariant",),
     "formats.weight": ("MXFP8Weight", "NVFP4Weight"),
     "ops.experts": ("f16a_mxfp8weight_moe_experts", "f16a_nvfp4weight_moe_experts", "moe_experts"),
     "ops.grouped_mm": ("f16a_mxfp8weight_scaled_grouped_mm", "f16a_nvfp4weight_scaled_grouped_mm"),

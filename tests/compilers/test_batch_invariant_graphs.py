@@ -24,3 +24,16 @@ def test_graphs_read_the_mode(compiler):
             assert torch.equal(made_outside(tokens), inside)
         assert torch.equal(made_inside(tokens), outside)
     assert not torch.equal(inside, outside)
+
+
+@pytest.mark.filterwarnings("ignore::thunder_moe.RewriteWarning")
+@torch.no_grad()
+def test_the_router_of_a_graph():
+    """A graph has one operator for the router and its linear layer, which reads the mode."""
+    config = Llama4MoEConfig(hidden_size=512, intermediate_size=64, num_experts=4, num_shared_experts=0, top_k=2)
+    model, tokens = quantize_(Llama4MoE(config)), torch.randn(1, 65, 512)
+    compiled = compile_by("dynamo-aot_eager", model)
+    with batch_invariant():
+        whole = compiled(tokens)
+        assert torch.equal(whole, model(tokens))
+        assert torch.equal(compiled(tokens[:, 64:]), whole[:, 64:])

@@ -6,7 +6,7 @@ import pytest
 import torch
 from batch_invariant_cases import CASES, Rows, differing
 
-from thunder_moe import batch_invariant, decode_attention
+from thunder_moe import Llama4MoE, Llama4MoEConfig, batch_invariant, decode_attention, quantize_
 
 pytestmark = [
     pytest.mark.gpu,
@@ -90,3 +90,43 @@ def test_decode_attention():
     with batch_invariant():
         whole = attend(texts)
         assert all(torch.equal(attend(count), whole[:count]) for count in (1, 2, 8, 33))
+
+
+def alone_and_among(layer, hidden):
+    """Assert that tokens of (1, S, H) have the same bits in a layer in any number."""
+
+    def run(tokens):
+        out = layer(tokens)
+        return (out[0] if isinstance(out, tuple) else out).reshape(-1, hidden.shape[-1])
+
+    with batch_invariant():
+        whole = run(hidden)
+        for count in TOKENS:
+            assert torch.equal(run(hidden[:, :count]), whole[:count])
+    torch.testing.assert_close(whole, run(hidden), rtol=5e-2, atol=5e-2)
+
+
+@pytest.mark.parametrize("shared", [0, 1])
+@torch.no_grad()
+def test_llama4_moe(shared):
+    """Its router and, in 16 bits, its shared expert."""
+    config = Llama4MoEConfig(2048, 768, 128, num_shared_experts=shared, top_k=2)
+    layer = quantize_(Llama4MoE(config, dtype=BF16, device="cuda"))
+    hidden = torch.randn(1, 1000, 2048, device="cuda", dtype=BF16)
+    alone_and_among(layer, hidden)
+    if not shared:
+        compiled = torch.compile(layer, dynamic=True, fullgraph=True)
+        compiled(hidden)
+        alone_and_among(compiled, hidden)
+
+
+@pytest.mark.parametrize("name", ["afmoe", "hunyuan_v1_moe", "lfm2_moe", "qwen2_moe", "phimoe", "qwen3_moe", "llama4"])
+@torch.no_grad()
+def test_layers_of_transformers(name):
+    """Routers that keep their own operations, and gates of shared experts."""
+    pytest.importorskip("transformers")
+    from tiny_models import tiny_model
+
+    model = quantize_(tiny_model(name, BF16)).cuda()
+    parents = (each for each in model.modules() if any("NVFP4Experts" in type(c).__name__ for c in each.children()))
+    alone_and_among(next(parents), torch.randn(1, 1000, 64, device="cuda", dtype=BF16))

@@ -2,15 +2,21 @@
 Called by pytest; calls tests/batch_invariant_cases.py for the operators and their operands.
 """
 
+import asyncio
+import contextlib
 import threading
 
 import decode_attention_cases
 import pytest
 import torch
+import torch.nn.functional as F
 from batch_invariant_cases import CASES, Rows, differing, operands
 
 from thunder_moe import (
     GroupedLinear,
+    Llama4MoE,
+    Llama4MoEConfig,
+    SwiGLU,
     add_lora_,
     batch_invariant,
     decode_attention,
@@ -20,7 +26,7 @@ from thunder_moe import (
     use_backend,
 )
 from thunder_moe.kernels import reference, trainable_grouped_mm
-from thunder_moe.kernels.batch_invariance import make_batch_invariant
+from thunder_moe.kernels.batch_invariance import is_batch_invariant, make_batch_invariant
 from thunder_moe.ops import experts_lora  # noqa: F401  (registers its operators)
 from thunder_moe.ops.operator import operator_for
 
@@ -81,6 +87,23 @@ def test_the_mode_is_of_its_thread_or_of_the_process(pool):
     assert torch.equal(found["process"], found["inside"])
 
 
+def test_the_mode_is_of_its_asyncio_task():
+    found = {}
+
+    async def run(name, mode):
+        with batch_invariant() if mode else contextlib.nullcontext():
+            await asyncio.sleep(0)
+            found[name] = is_batch_invariant()
+
+    async def both():
+        await asyncio.gather(run("inside", True), run("outside", False))
+        await run("awaited", True)
+        found["behind"] = is_batch_invariant()
+
+    asyncio.run(both())
+    assert found == dict(inside=True, outside=False, awaited=True, behind=False)
+
+
 def test_the_forward_of_a_call_with_gradients(pool):
     """The result has the bits that it has without gradients; the gradients are those outside."""
     rows = pool(torch.float32, "nvfp4")
@@ -97,6 +120,89 @@ def test_the_forward_of_a_call_with_gradients(pool):
     (gradient,) = torch.autograd.grad(out.sum(), x)
     (usual,) = torch.autograd.grad(layer().sum(), x)
     torch.testing.assert_close(gradient, usual)
+
+
+@pytest.mark.parametrize("grad", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES[:2])
+@pytest.mark.parametrize("kind", ["quantized", "16 bits", "dense"])
+def test_whole_layers(kind, dtype, grad):
+    """The router and the shared expert of a `Llama4MoE`, too, and a `SwiGLU`, whose products are torch's outside."""
+    torch.manual_seed(0)
+    config = Llama4MoEConfig(hidden_size=96, intermediate_size=48, num_experts=5, top_k=2)
+    layer = SwiGLU(96, 40, dtype=dtype) if kind == "dense" else Llama4MoE(config, dtype)
+    if kind == "quantized":
+        quantize_(layer)
+    x = torch.randn(1, 65, 96, dtype=dtype)
+    with batch_invariant(), torch.set_grad_enabled(grad):
+        whole = layer(x)
+        for token in (0, 17, 64):
+            assert torch.equal(layer(x[:, token : token + 1])[0, 0], whole[0, token])
+    torch.testing.assert_close(whole, layer(x), rtol=2e-2, atol=1e-4 if dtype == torch.float32 else 2e-2)
+
+
+FUNCTIONS = {
+    "linear": lambda x: F.linear(x, torch.ones(3, x.shape[-1], dtype=x.dtype), torch.ones(3, dtype=x.dtype)),
+    "mm": lambda x: torch.mm(x.flatten(0, -2), torch.ones(x.shape[-1], 3, dtype=x.dtype)),
+    "matmul": lambda x: x @ torch.ones(x.shape[-1], 3, dtype=x.dtype),
+    "softmax": lambda x: F.softmax(x, dim=x.ndim - 1, dtype=torch.float32),
+    "softmax of a method": lambda x: x.softmax(-1),
+    "softmax over rows": lambda x: x.softmax(0),
+    "sigmoid": lambda x: x.sigmoid(),
+    "silu": F.silu,
+}
+
+
+class TestFunctionsOfTorch:
+    @pytest.mark.parametrize("shape", [(7, 19), (2, 3, 19), (0, 19), (2, 3, 4, 19)])
+    @pytest.mark.parametrize("call", FUNCTIONS)
+    def test_compute_the_same(self, call, shape):
+        x = torch.randn(shape, requires_grad=True)
+        expected = FUNCTIONS[call](x)
+        weight = torch.randn_like(expected)
+        with batch_invariant():
+            out = FUNCTIONS[call](x)
+        torch.testing.assert_close(out, expected)
+        gradients = [torch.autograd.grad((each * weight).sum(), x)[0] for each in (out, expected)]
+        torch.testing.assert_close(*gradients)
+
+    @pytest.mark.parametrize("dtype", DTYPES[:2])
+    def test_dense_layers_give_a_row_its_own_bits(self, dtype):
+        layer, x = torch.nn.Linear(515, 33, dtype=dtype), torch.randn(67, 515, dtype=dtype)
+        with batch_invariant(), torch.no_grad():
+            whole, product = layer(x), x @ layer.weight.mT
+            for row in (0, 40, 66):
+                assert torch.equal(layer(x[row]), whole[row])
+                assert torch.equal(x[None, row : row + 1] @ layer.weight.mT, product[None, row : row + 1])
+
+    def test_products_of_attention_stay(self):
+        query, key = torch.randn(2, 3, 5, 8), torch.randn(2, 3, 8, 5)
+        with batch_invariant():
+            assert torch.equal(query @ key, torch.matmul(query, key))
+        assert torch.equal(query @ key, torch.einsum("bhqd,bhdk->bhqk", query, key))
+
+    def test_linear_under_autocast(self):
+        with batch_invariant(), torch.autocast("cpu", dtype=torch.bfloat16):
+            assert FUNCTIONS["linear"](torch.ones(2, 3, 4)).dtype == torch.bfloat16
+
+    def test_linear_without_a_kernel(self):
+        layer = torch.nn.Linear(4, 2, dtype=torch.float64)
+        with batch_invariant(), pytest.raises(ValueError, match=r"a linear layer of torch.float64"):
+            layer(torch.ones(1, 4, dtype=torch.float64))
+
+    def test_another_task_of_the_thread_computes_as_outside(self):
+        layer, x = torch.nn.Linear(4, 2, dtype=torch.float64), torch.ones(1, 4, dtype=torch.float64)
+
+        async def inside():
+            with batch_invariant():
+                await asyncio.sleep(0)
+
+        async def outside():
+            return layer(x)
+
+        async def both():
+            return await asyncio.gather(inside(), outside())
+
+        assert torch.equal(asyncio.run(both())[1], layer(x))
 
 
 def adapters_of_experts(rows):

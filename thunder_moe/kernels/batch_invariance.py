@@ -1,5 +1,5 @@
-"""The batch-invariant mode: a row's bits depend on that row's operands alone. `batch_invariant` switches it on.
-Called by users; kernels, nn.lora, ops.experts_lora and integrations ask `is_batch_invariant`. Calls torch alone.
+"""The batch-invariant mode of operators: a row's bits depend on that row's operands alone.
+nn.batch_invariant switches it on; kernels, nn, ops.experts_lora and integrations ask for it. Calls torch alone.
 
 Backends then choose kernels by the weight, never by the number of rows, and sum over K in one order: the docstring of
 `GemmConfig.parts_of_k` (kernels/cuda/configs.py) has the order on CUDA, `grouped_mm` of kernels/cpu/backend.py on a
@@ -16,25 +16,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["batch_invariant", "by_rows", "is_batch_invariant", "make_batch_invariant", "refuse", "refuse_plain_torch"]
+__all__ = ["by_rows", "is_batch_invariant", "make_batch_invariant", "refuse", "refuse_plain_torch", "switched_on"]
 
 _MODE: ContextVar[bool] = ContextVar("thunder_moe_batch_invariant", default=False)
 _process = False
 
 
 @contextlib.contextmanager
-def batch_invariant() -> Iterator[None]:
-    """Make operators inside give each row the same bits beside any other rows.
-
-    A row's result then depends on its own operands alone: not on the number of rows, their order, the experts of other
-    rows, or the run. It covers the experts, grouped and dense layers of packed weights, routers with their linear
-    layer, and the forward of training blocks in 16 bits and float32; ``with batch_invariant(): model(tokens)``.
-    Operators read the mode when they run, also in graphs that were compiled outside. A CUDA graph keeps the mode of its
-    capture. Gradients and torch's own operations (dense 16-bit layers, attention, norms) are not covered.
-
-    Raises:
-        ValueError: by an operator inside that has no batch-invariant kernel.
-    """
+def switched_on() -> Iterator[None]:
+    """Switch the mode on for the operators of this thread or asyncio task."""
     token = _MODE.set(True)
     try:
         yield
@@ -49,7 +39,7 @@ def make_batch_invariant(on: bool = True) -> None:
 
 
 def is_batch_invariant() -> bool:
-    """True inside of `batch_invariant`, and after `make_batch_invariant`."""
+    """True inside of `switched_on`, and after `make_batch_invariant`."""
     return _process or _MODE.get()
 
 

@@ -835,14 +835,25 @@ def test_implementation_leaves_other_models_alone():
 class TestBatchInvariance:
     """`batch_invariant()` around layers of transformers; attention and norms of whole models are torch's."""
 
+    FAMILIES = ("qwen3_moe", "llama4", "afmoe", "hunyuan_v1_moe", "lfm2_moe", "qwen2_moe", "phimoe")
+
+    @pytest.mark.parametrize("name", FAMILIES)
     @torch.no_grad()
-    def test_layers(self):
-        layer = quantize_(tiny_model("qwen3_moe")).model.layers[0].mlp
-        hidden = torch.randn(1, 67, tiny_config("qwen3_moe").hidden_size)
+    def test_layers(self, name):
+        """Also routers that keep their own operations, and shared experts with their gates, which are 16-bit layers."""
+        model = quantize_(tiny_model(name))
+        layer = next(each for each in model.modules() if any(isinstance(c, NVFP4Experts) for c in each.children()))
+        hidden = torch.randn(1, 65, 64)
+
+        def run(tokens):
+            out = layer(tokens)
+            return (out[0] if isinstance(out, tuple) else out).reshape(-1, 64)
+
         with batch_invariant():
-            whole = layer(hidden)
-            for some in (slice(3, 4), slice(3, 10)):
-                assert torch.equal(layer(hidden[:, some]), whole[:, some])
+            whole = run(hidden)
+            for some in (slice(3, 4), slice(64, 65), slice(3, 10)):
+                assert torch.equal(run(hidden[:, some]), whole[some])
+        torch.testing.assert_close(whole, run(hidden), rtol=1e-3, atol=1e-5)
 
     def test_what_is_refused(self):
         trained = tiny_model("qwen3_moe", BF16, experts_implementation="thunder_moe")

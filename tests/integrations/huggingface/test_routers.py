@@ -370,12 +370,12 @@ def test_compiled_graphs_have_one_operator_for_it(name):
         found = []
 
         def backend(graph, inputs):
-            found.extend(str(node.target) for node in graph.graph.nodes if "moe_rout" in str(node.target))
+            found.extend(str(node.target) for node in graph.graph.nodes if "router" in str(node.target))
             return graph
 
         compiled = torch.compile(model, backend=backend, fullgraph=True)
         assert relative_error(compiled(tokens(), use_cache=False).logits, expected) < 1e-5
-    assert found == ["thunder_moe.moe_router"] * 2
+    assert found == ["thunder_moe.moe_linear_router"] * 2
     orders = [module.row_orders for module in model.modules() if hasattr(module, "row_orders")]
     assert len({id(order) for order in orders}) == 2
     assert all(order._last is None for order in orders)
@@ -478,7 +478,7 @@ def test_batch_invariant(name, kind, settings, options, dtype):
         assert result.dtype == other.dtype
 
 
-def test_one_operator_with_the_linear_layer_is_for_inference_on_cuda():
+def test_one_operator_with_the_linear_layer_is_for_inference_on_cuda_and_in_graphs(monkeypatch):
     weight = torch.zeros(4, 8, dtype=torch.bfloat16)
 
     def on_cuda(dtype=torch.bfloat16, tokens=3):
@@ -490,6 +490,11 @@ def test_one_operator_with_the_linear_layer_is_for_inference_on_cuda():
         assert not routers.is_one_operator(weight, weight)
         assert not routers.is_one_operator(on_cuda(torch.float16), weight)
         assert not routers.is_one_operator(on_cuda(torch.float32), weight.float())
+        with batch_invariant():
+            assert not routers.is_one_operator(on_cuda(), weight)  # else the bits would depend on the number of tokens
+        monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+        assert routers.is_one_operator(weight.float(), weight.float())
+        assert not routers.is_one_operator(weight.double(), weight.double())
     assert not routers.is_one_operator(on_cuda(), weight)
 
 

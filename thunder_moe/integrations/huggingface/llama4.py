@@ -13,8 +13,9 @@ from transformers.models.llama4.modeling_llama4 import Llama4Router, Llama4TextM
 
 from thunder_moe.integrations.huggingface.class_swap import OtherMethods
 from thunder_moe.integrations.huggingface.forms import alpha_of
-from thunder_moe.integrations.huggingface.routers import RowOrders, is_one_operator
+from thunder_moe.integrations.huggingface.routers import RowOrders
 from thunder_moe.nn import Llama4MoE, Llama4MoEConfig
+from thunder_moe.nn.linear_router import is_one_operator
 from thunder_moe.nn.quantized import calls_only_its_class
 from thunder_moe.ops import router as _router  # noqa: F401  (registers the operator)
 from thunder_moe.quantization.replaceable import has_hook, has_own_forward

@@ -1,7 +1,8 @@
 """Routers of transformers' models in one operator, of the classes that `router_table` lists.
 Called by families with the layer whose experts become 4-bit; calls router_table, class_swap and ops.router.
 
-The operator is `moe_linear_router` in inference on CUDA, else `moe_router` behind the router's linear layer.
+The operator is `moe_linear_router` in inference on CUDA and in graphs of inference, else `moe_router` behind the
+router's linear layer.
 
 A router is a module of transformers that returns (logits (T, E), scores (T, A), ids (T, A)) for hidden states.
 
@@ -22,13 +23,12 @@ from torch import Tensor, nn
 from thunder_moe.integrations.huggingface.class_swap import OtherMethods
 from thunder_moe.integrations.huggingface.known_code import key, runs_class_forward, tell_decision, unknown_version
 from thunder_moe.integrations.huggingface.router_table import ROUTERS, RouterKind
-from thunder_moe.kernels.batch_invariance import is_batch_invariant
 from thunder_moe.nn.autocast import autocast_dtype
-from thunder_moe.nn.linear import traced_by_thunder
+from thunder_moe.nn.linear_router import is_one_operator
 from thunder_moe.ops import router as _router  # noqa: F401  (registers the operator)
 from thunder_moe.ops.operator import operator_for
 from thunder_moe.quantization.accelerate_hooks import HOOK_ATTRIBUTES
-from thunder_moe.routing import LINEAR_ROUTER_TOKENS, RouterConfig
+from thunder_moe.routing import RouterConfig
 
 __all__ = [
     "OWN_STATE",
@@ -37,7 +37,6 @@ __all__ = [
     "RowOrders",
     "fuse_routers",
     "fused_call",
-    "is_one_operator",
     "is_setting",
     "restore_routers",
     "settings_of",
@@ -156,23 +155,6 @@ def _linear_of(router: Any) -> tuple[Tensor, Tensor | None]:
     return router._parameters["weight"], router._parameters.get("bias", router._buffers.get("bias"))
 
 
-def is_one_operator(hidden_TH: Tensor, weight: Any) -> bool:
-    """True if `moe_linear_router` computes the logits, too: in inference on CUDA, where it saves a launch, and in eager
-    code that is batch-invariant, which a linear layer of torch is not.
-
-    A compiled graph may get few tokens later; in eager code more of them are a linear layer and `moe_router`.
-    """
-    if torch.is_grad_enabled() or traced_by_thunder():
-        return False
-    if not torch.compiler.is_compiling() and is_batch_invariant():
-        return bool(hidden_TH.dtype == weight.dtype)
-    if not hidden_TH.is_cuda:
-        return False
-    if not torch.compiler.is_compiling() and hidden_TH.shape[0] > LINEAR_ROUTER_TOKENS:
-        return False
-    return hidden_TH.dtype == weight.dtype and hidden_TH.dtype in (torch.bfloat16, torch.float16)
-
-
 def _takes_16_bits(hidden_TH: Tensor, weight: Tensor) -> bool:
     """True if a float32 product of 16-bit tensors needs no float32 copies: in eager inference on CUDA.
 
@@ -205,8 +187,7 @@ class FusedRouter(OtherMethods):
         bias = bias if bias is None or bias.ndim == 1 else bias.reshape(-1)
         dtype = torch.float32 if kind.scores_float else hidden_states.dtype
         weight, linear_bias = _linear_of(self)
-        by_mode = not torch.compiler.is_compiling() and is_batch_invariant()
-        if (by_mode or not kind.logits_float) and is_one_operator(hidden_TH, weight):
+        if (torch.compiler.is_compiling() or not kind.logits_float) and is_one_operator(hidden_TH, weight):
             logits_dtype = torch.float32 if kind.wide else hidden_TH.dtype
             scores, ids, row_slot, offsets, slot_row, logits = operator_for("moe_linear_router")(
                 hidden_TH, weight, linear_bias, bias, logits_dtype=logits_dtype, scores_dtype=dtype,

@@ -1,0 +1,32 @@
+"""The choice between `moe_linear_router`, and a router's linear layer with `moe_router` behind it.
+Called by nn.llama4 and integrations.huggingface; calls kernels.batch_invariance and nn.linear.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from thunder_moe.kernels.batch_invariance import is_batch_invariant
+from thunder_moe.nn.linear import traced_by_thunder
+from thunder_moe.ops.checks import ACTIVATION_DTYPES
+from thunder_moe.routing import LINEAR_ROUTER_TOKENS
+
+__all__ = ["is_one_operator"]
+
+
+def is_one_operator(hidden_TH: Tensor, weight: Any) -> bool:
+    """True if `moe_linear_router` computes the logits, too: in inference on CUDA, where it saves a launch, and in all
+    graphs of inference: it reads the batch-invariant mode when it runs, which a linear layer of torch does not.
+
+    A compiled graph may get few tokens later; in eager code more of them are a linear layer and `moe_router`.
+    """
+    if torch.is_grad_enabled() or traced_by_thunder() or hidden_TH.dtype != weight.dtype:
+        return False
+    if torch.compiler.is_compiling():
+        return hidden_TH.dtype in ACTIVATION_DTYPES
+    if not hidden_TH.is_cuda or hidden_TH.shape[0] > LINEAR_ROUTER_TOKENS or is_batch_invariant():
+        return False
+    return hidden_TH.dtype in (torch.bfloat16, torch.float16)
