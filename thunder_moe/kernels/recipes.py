@@ -87,12 +87,16 @@ class QuantizedProducts:
         self.kernels, self.recipe = kernels, recipe
 
     def grouped_mm(self, rows: Tensor, weight: Tensor, offsets: Tensor, out: Tensor | None = None) -> Tensor:
+        if not rows.shape[0]:  # a weight is not rounded for nothing
+            return rows.new_empty(0, weight.shape[1]) if out is None else out
         a, of_rows = self.kernels.quantize(rows, self.recipe)
         b, of_columns = self.kernels.quantize(weight, self.recipe)
         product = self.kernels.grouped_mm(a, b, offsets)
         return self._scaled(product, of_rows, of_columns, offsets, rows.dtype, out)
 
     def dgrad(self, grad: Tensor, weight: Tensor, offsets: Tensor, out: Tensor | None = None) -> Tensor:
+        if not grad.shape[0]:
+            return grad.new_empty(0, weight.shape[2]) if out is None else out
         a, of_rows = self.kernels.quantize(grad, self.recipe)
         b, of_columns = self.kernels.quantize_columns(weight, self.recipe)
         product = self.kernels.dgrad(a, b, offsets)
