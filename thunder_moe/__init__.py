@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from thunder_moe.finetune.lora import add_lora_, remove_lora_, use_lora_
     from thunder_moe.finetune.merge import merge_lora_, unmerge_lora_
     from thunder_moe.finetune.qat import finish_qat_, prepare_qat_
-    from thunder_moe.finetune.recipes import prepare_8bit_training_
+    from thunder_moe.finetune.recipes import prepare_8bit_training_, round_weights_once
     from thunder_moe.formats.weight import MXFP8Weight, NVFP4Weight
     from thunder_moe.integrations.huggingface.checkpoint import load_checkpoint, save_checkpoint
     from thunder_moe.integrations.huggingface.configs import ThunderMoeConfig
@@ -85,7 +85,7 @@ _HOMES = {
     "ops.decode_attention": ("decode_attention",),
     "ops.router": ("moe_linear_router", "moe_router"),
     "finetune.qat": ("finish_qat_", "prepare_qat_"),
-    "finetune.recipes": ("prepare_8bit_training_",),
+    "finetune.recipes": ("prepare_8bit_training_", "round_weights_once"),
     "quantization.calibrate": ("calibrate_",),
     "quantization.quantize": ("dequantize_", "plan_quantization", "quantize_", "to_layout_"),
     "quantization.refresh": ("refresh_",),
@@ -108,8 +108,8 @@ __all__ = [
     "load_checkpoint", "load_formats", "load_lora_", "load_peft_model", "merge_lora_", "moe_executor", "moe_experts",
     "moe_linear_router", "moe_route", "moe_router", "offsets_from_splits", "per_expert_state_dict", "plan_quantization",
     "prepare_8bit_training_", "prepare_qat_", "quantize_", "refresh_", "register", "remove_lora_", "rewrite_report",
-    "save_checkpoint", "save_lora", "simulate_w4a4", "to_layout_", "unmerge_lora_", "unregister", "use_backend",
-    "use_lora_",
+    "round_weights_once", "save_checkpoint", "save_lora", "simulate_w4a4", "to_layout_", "unmerge_lora_", "unregister",
+    "use_backend", "use_lora_",
 ]  # fmt: skip
 
 

@@ -2,6 +2,7 @@
 Called by pytest; judged by eager modules, which tests/training/test_recipes.py compares with the fp64 oracle.
 """
 
+import contextlib
 import copy
 
 import pytest
@@ -9,7 +10,8 @@ import torch
 from both_compilers import compile_by, decisions
 from oracle import relative_error
 
-from thunder_moe import GroupedLinear, GroupedMLP, GroupedSwiGLU, offsets_from_splits
+from thunder_moe import GroupedLinear, GroupedMLP, GroupedSwiGLU, offsets_from_splits, round_weights_once
+from thunder_moe.kernels import training_reference
 
 MODES = ["dynamo-aot_eager", pytest.param("thunder", marks=pytest.mark.slow)]
 pytestmark = pytest.mark.filterwarnings("ignore::thunder_moe.compilers.report.RewriteWarning")
@@ -72,3 +74,44 @@ def test_a_recipe_that_changes_after_compilation(mode):
     for recipe in (None, "fp8", "mxfp8", None):
         linear.recipe = recipe
         assert relative_error(run(x, ends), linear(x, ends)) < 1e-6
+
+
+@pytest.mark.parametrize(
+    ("mode", "first"),
+    [
+        ("dynamo-aot_eager", "outside"),
+        ("dynamo-aot_eager", "inside"),
+        ("thunder", "outside"),
+        pytest.param("thunder", "inside", marks=pytest.mark.slow),
+    ],
+)
+def test_weights_that_are_rounded_once(mode, first, monkeypatch):
+    """Graphs that are compiled outside or inside use what the block keeps, and never what an earlier block kept."""
+    linear, rounded = GroupedLinear(3, 32, 32, recipe="fp8"), []
+    run = compile_by(mode, linear)
+    if first == "outside":
+        leaves_and_result(run, linear, [4, 0, 33], False)
+    quantize = training_reference.quantize
+
+    def counted(values, recipe):
+        rounded.append(values.ndim)
+        return quantize(values, recipe)
+
+    monkeypatch.setattr(training_reference, "quantize", counted)
+    outs = []
+    for _ in range(2):
+        results, counts = [], []
+        for around in (round_weights_once(linear), contextlib.nullcontext()):
+            rounded.clear()
+            with around:
+                results.append([leaves_and_result(run, linear, splits, False) for splits in ([4, 0, 33], [0, 37, 0])])
+            counts.append(rounded.count(3))
+        for inside, outside in zip(*results, strict=True):
+            assert all(torch.equal(got, wanted) for got, wanted in zip(inside, outside, strict=True))
+        assert counts == [1, 2]
+        outs.append(results[0][0][0])
+        with round_weights_once(linear), torch.no_grad():
+            linear.weight.mul_(2)
+            with pytest.raises(RuntimeError, match="was changed in place inside of the block"):
+                leaves_and_result(run, linear, [4, 0, 33], False)
+    assert torch.equal(outs[1], 2 * outs[0])

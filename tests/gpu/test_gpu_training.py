@@ -10,7 +10,15 @@ import thunder
 import torch
 from oracle import relative_error
 
-from thunder_moe import GroupedLinear, GroupedMLP, ScaledSwiGLU, moe_executor, offsets_from_splits, quantize_
+from thunder_moe import (
+    GroupedLinear,
+    GroupedMLP,
+    ScaledSwiGLU,
+    moe_executor,
+    offsets_from_splits,
+    quantize_,
+    round_weights_once,
+)
 
 pytestmark = [
     pytest.mark.gpu,
@@ -191,3 +199,47 @@ def test_gradients_through_4_bit_blocks(mode):
             assert relative_error(got, exact) < 0.3 or exact.eq(0).all()  # NVFP4 of small weights
         assert x.grad[live:].eq(0).all()
         assert scales.grad[live:].eq(0).all()
+
+
+@pytest.mark.filterwarnings("ignore:.*round_weights_once")
+@pytest.mark.parametrize("recipe", ["mxfp8", "fp8"])
+def test_weights_that_are_rounded_once(recipe):
+    """In eager calls, on another stream, and in a CUDA graph of the whole block, which rounds again in each replay."""
+    mlp = make(torch.bfloat16, recipe=recipe)
+    x = torch.randn(19, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    scales = torch.rand(19, device="cuda", requires_grad=True)
+    routings = [offsets_from_splits(splits, device="cuda") for splits in SPLITS[:3]]
+
+    def step():
+        for tensor in (x, scales, *mlp.parameters()):
+            tensor.grad = None
+        for ends in routings:
+            out = mlp(x, ends, scales)
+            out.backward(torch.ones_like(out))
+        return [out, x.grad, scales.grad, *(parameter.grad for parameter in mlp.parameters())]
+
+    def same_bits(results, wanted):
+        return all(torch.equal(got, expected) for got, expected in zip(results, wanted, strict=True))
+
+    wanted, stream = step(), torch.cuda.Stream()
+    with round_weights_once(mlp):
+        assert same_bits(step(), wanted)
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            on_another_stream = step()
+    torch.cuda.synchronize()
+    assert same_bits(on_another_stream, wanted)
+    graph, alone = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph), round_weights_once(mlp):
+        results = step()
+    with round_weights_once(mlp), torch.cuda.graph(alone):
+        of_each = step()
+    for _ in range(2):
+        with torch.no_grad():
+            for parameter in mlp.parameters():
+                parameter.mul_(1.5)
+        graph.replay()
+        alone.replay()
+        wanted = step()
+        assert same_bits(results, wanted)
+        assert same_bits(of_each, wanted)

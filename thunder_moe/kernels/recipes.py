@@ -1,6 +1,6 @@
 """The products of an 8-bit recipe: grouped GEMMs and their gradients of operands that are rounded to E4M3.
 Called by training_reference and cuda.recipes, and by ops for the names of recipes; calls formats.mxfp8 for its
-rounding, routing, and the 16-bit products that it is given.
+rounding, routing, rounded_weights, and the 16-bit products that it is given.
 
 A recipe rounds both operands of each product along the dimension that the product sums over:
 
@@ -18,13 +18,14 @@ Legend: M rows sorted by expert, E experts, N out_features, K in_features.
 from __future__ import annotations
 
 from types import ModuleType
-from typing import cast
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from thunder_moe.formats.mxfp8 import BLOCK_SIZE, powers_of_two, quantize_rows
+from thunder_moe.kernels.rounded_weights import rounded
 from thunder_moe.routing import expert_of_row, live_rows, row_groups
 
 __all__ = ["LEAST_AMAX", "RECIPES", "QuantizedProducts", "fp8_scale", "quantize", "quantize_columns"]
@@ -86,11 +87,15 @@ class QuantizedProducts:
     def __init__(self, kernels: ModuleType, recipe: str) -> None:
         self.kernels, self.recipe = kernels, recipe
 
+    def roundings(self, weight: Tensor) -> tuple[tuple[Any, ...], ...]:
+        """Return the functions that round a weight for `grouped_mm` and `dgrad`, each with its further arguments."""
+        return (self.kernels.quantize, self.recipe), (self.kernels.quantize_columns, self.recipe)
+
     def grouped_mm(self, rows: Tensor, weight: Tensor, offsets: Tensor, out: Tensor | None = None) -> Tensor:
         if not rows.shape[0]:  # a weight is not rounded for nothing
             return rows.new_empty(0, weight.shape[1]) if out is None else out
         a, of_rows = self.kernels.quantize(rows, self.recipe)
-        b, of_columns = self.kernels.quantize(weight, self.recipe)
+        b, of_columns = rounded(self.kernels.quantize, weight, self.recipe)
         product = self.kernels.grouped_mm(a, b, offsets)
         return self._scaled(product, of_rows, of_columns, offsets, rows.dtype, out)
 
@@ -98,7 +103,7 @@ class QuantizedProducts:
         if not grad.shape[0]:
             return grad.new_empty(0, weight.shape[2]) if out is None else out
         a, of_rows = self.kernels.quantize(grad, self.recipe)
-        b, of_columns = self.kernels.quantize_columns(weight, self.recipe)
+        b, of_columns = rounded(self.kernels.quantize_columns, weight, self.recipe)
         product = self.kernels.dgrad(a, b, offsets)
         return self._scaled(product, of_rows, of_columns, offsets, grad.dtype, out)
 

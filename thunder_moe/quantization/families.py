@@ -115,6 +115,10 @@ class ExpertFamily:
         """Let a 16-bit module multiply by an 8-bit recipe, or without one, for `prepare_8bit_training_`."""
         raise NotImplementedError
 
+    def recipe(self, module: nn.Module) -> str | None:
+        """Return the 8-bit recipe by which a 16-bit module itself, not a child of it, multiplies; None without one."""
+        return None
+
     def finish(self, model: nn.Module) -> None:
         """Update the model at the end of `quantize_`, `dequantize_`, `prepare_qat_` and `finish_qat_`."""
 

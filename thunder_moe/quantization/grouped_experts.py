@@ -62,6 +62,9 @@ class GroupedExperts(ExpertFamily):
         for linear in _linears(module):
             linear.recipe = recipe
 
+    def recipe(self, module: nn.Module) -> str | None:
+        return module.recipe if isinstance(module, GroupedLinear) else None
+
     def convert(self, module: nn.Module, run: Quantization) -> nn.Module:
         if isinstance(module, GroupedLinear):
             return _quantized(run, module)

@@ -21,6 +21,7 @@ from thunder_moe.integrations.huggingface.forms import (
 from thunder_moe.integrations.huggingface.routers import RowOrders, fuse_routers, restore_routers
 from thunder_moe.integrations.huggingface.saving import mark_quantized
 from thunder_moe.integrations.huggingface.sharded_forward import sharding_of
+from thunder_moe.kernels.recipes import RECIPES
 from thunder_moe.quantization.families import ExpertFamily, Quantization
 
 __all__ = ["FAMILIES", "Llama4Experts", "TransformersExperts", "put_experts"]
@@ -80,6 +81,12 @@ class TransformersExperts(ExpertFamily):
     def set_recipe(self, module: nn.Module, recipe: str | None) -> None:
         config: Any = module.config  # one for all layers
         config._experts_implementation = "grouped_mm" if recipe is None else f"thunder_moe_{recipe}"
+
+    def recipe(self, module: nn.Module) -> str | None:
+        if self.obstacle_to_recipe(module) is not None:
+            return None
+        config: Any = module.config
+        return next((name for name in RECIPES if config._experts_implementation == f"thunder_moe_{name}"), None)
 
     def finish(self, model: nn.Module) -> None:
         mark_quantized(model)

@@ -1,5 +1,6 @@
 """The 8-bit recipes on CUDA: kernels that round operands, and the products of E4M3 codes on compute capability 9.0.
-Called by training.py; calls launch.py for src/recipes.cu, linear.py, wgrad.py, backend.py and kernels.recipes.
+Called by training.py; calls launch.py for src/recipes.cu, linear.py, wgrad.py, backend.py, kernels.recipes and
+kernels.rounded_weights.
 
 Nothing synchronizes with the host. Where no kernel multiplies codes, the 16-bit kernels multiply the rounded numbers.
 
@@ -7,6 +8,8 @@ Legend: M rows sorted by expert, E experts, N out_features, K in_features, R row
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -21,6 +24,7 @@ from thunder_moe.kernels.cuda.configs import COMMON
 from thunder_moe.kernels.cuda.launch import launch
 from thunder_moe.kernels.cuda.operands import aligned, target
 from thunder_moe.kernels.recipes import Quantized, QuantizedProducts
+from thunder_moe.kernels.rounded_weights import rounded
 from thunder_moe.kernels.slow_paths import warn_once
 
 __all__ = ["CudaProducts", "quantize", "quantize_columns"]
@@ -35,15 +39,20 @@ LEAD = 256  # tiles that are measured before a strip's first tile is rounded, mo
 class CudaProducts(QuantizedProducts):
     """`QuantizedProducts` whose "fp8" multiplies codes, where `obstacle` finds nothing against it."""
 
+    def roundings(self, weight: Tensor) -> tuple[tuple[Any, ...], ...]:
+        if self._in_16_bits(weight, *weight.shape[1:]):
+            return super().roundings(weight)
+        return (quantize_codes,), (quantize_column_codes,)
+
     def grouped_mm(self, rows: Tensor, weight: Tensor, offsets: Tensor, out: Tensor | None = None) -> Tensor:
         if self._in_16_bits(rows, *weight.shape[1:]):
             return super().grouped_mm(rows, weight, offsets, out)
-        return self._multiply(quantize_codes(rows), quantize_codes(weight), offsets, out)
+        return self._multiply(quantize_codes(rows), rounded(quantize_codes, weight), offsets, out)
 
     def dgrad(self, grad: Tensor, weight: Tensor, offsets: Tensor, out: Tensor | None = None) -> Tensor:
         if self._in_16_bits(grad, *weight.shape[1:]):
             return super().dgrad(grad, weight, offsets, out)
-        return self._multiply(quantize_codes(grad), quantize_column_codes(weight)[:2], offsets, out)
+        return self._multiply(quantize_codes(grad), rounded(quantize_column_codes, weight)[:2], offsets, out)
 
     def wgrad(
         self, rows: Tensor, grad: Tensor, offsets: Tensor, out: Tensor | None = None, accumulate: bool = False
@@ -64,7 +73,7 @@ class CudaProducts(QuantizedProducts):
         return out.add_(product) if accumulate else out.copy_(product)
 
     def _multiply(
-        self, rows: tuple[Tensor, Tensor], weight: tuple[Tensor, Tensor], offsets: Tensor, out: Tensor | None
+        self, rows: tuple[Tensor, Tensor], weight: tuple[Any, ...], offsets: Tensor, out: Tensor | None
     ) -> Tensor:
         """Multiply codes (M, K) and (E, N, K) with their scales: -> bfloat16 (M, N), as `grouped_mm`."""
         (a, of_rows), (b, of_columns) = rows, weight
