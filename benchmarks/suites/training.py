@@ -6,7 +6,8 @@ Called by `python -m benchmarks training`; calls kernels.select, GroupedMLP, bot
     bias           the gradient of a bias (E, N), beside index_add_ of float32 rows; its share of the memory's bandwidth
     activation     SwiGLU times a scale per row and its backward, beside torch's operations; likewise
     step           forward and backward of GroupedMLP, beside three grouped_mm and torch's operations: time, peak memory
-    recipes        the same step by each 8-bit recipe, in eager mode, beside GroupedMLP in 16 bits
+    recipes        the same step by each 8-bit recipe, in eager mode, beside GroupedMLP in 16 bits; and 4 such steps, in
+                   which the gradients of weights add up, also with weights that are rounded once for all 4
     checks         one CUDA graph of forward and backward under other routings, synchronization, bits of bias gradients
 
 Bandwidth is measured by a kernel that reads and writes 1 GiB each, in the same run. "even": all experts have as many
@@ -17,8 +18,10 @@ from __future__ import annotations
 
 import argparse
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -58,6 +61,7 @@ ROUTINGS = ("even", "zipf")
 PARTS = ("dgrad", "wgrad", "main_grad", "bias", "activation", "step", "recipes", "checks")
 KEYS = ("part", "model", "of", "rows", "routing")
 TOLERANCE = 1e-2  # of bf16 results, beside torch's
+MICROBATCHES = 4  # of the part "recipes"
 OF_8_BITS = 0.1  # of 8-bit recipes, beside 16 bits: the format's error
 Calls = dict[str, Callable[[], Any]]
 
@@ -282,14 +286,22 @@ def _blocks(shape: MoEShape, device: torch.device, **options: Any) -> tuple[nn.M
     return ours, ThreeGemms(gate, up, ours.down_proj.weight)
 
 
-def _steps(model: Callable[..., Tensor], parameters: list[nn.Parameter], *inputs: Tensor) -> tuple[Tensor, Tensor]:
-    """Forward and backward: the output, the gradient of x."""
+def _steps(
+    model: Callable[..., Tensor],
+    parameters: list[nn.Parameter],
+    *inputs: Tensor,
+    microbatches: int = 1,
+    around: Callable[[], AbstractContextManager[None]] = nullcontext,
+) -> tuple[Tensor, Tensor]:
+    """Forward and backward of each microbatch: the output, the gradient of x. `around` makes a context of all."""
     x, offsets, scales, grad = inputs
     for parameter in parameters:
         parameter.grad = None
-    x.grad = scales.grad = None
-    out = model(x, offsets, scales)
-    torch.autograd.backward(out, grad)
+    with around():
+        for _ in range(microbatches):
+            x.grad = scales.grad = None
+            out = model(x, offsets, scales)
+            torch.autograd.backward(out, grad)
     assert x.grad is not None
     return out, x.grad
 
@@ -325,7 +337,7 @@ def _step(shape: MoEShape, rows: int, offsets: Tensor) -> Iterator[Cell]:
 
 
 def _recipes(shape: MoEShape, rows: int, offsets: Tensor) -> Iterator[Cell]:
-    from thunder_moe import GroupedMLP
+    from thunder_moe import GroupedMLP, round_weights_once
 
     device = offsets.device
     x = _random(rows, shape.hidden_size, device=device).requires_grad_()
@@ -341,22 +353,35 @@ def _recipes(shape: MoEShape, rows: int, offsets: Tensor) -> Iterator[Cell]:
         models[recipe or "bf16"] = block, block
     calls, more = _checked(models, (x, offsets, scales, grad), OF_8_BITS)
     yield "forward + backward", 0, "bf16", calls, more
+    around = {}
+    for recipe in RECIPES:
+        once = f"{recipe}, weights rounded once"
+        models[once], around[once] = models[recipe], partial(round_weights_once, models[recipe][1])
+    calls, more = _checked(models, (x, offsets, scales, grad), OF_8_BITS, MICROBATCHES, around)
+    yield f"{MICROBATCHES} microbatches", 0, "bf16", calls, more
 
 
 def _checked(
-    models: dict[str, tuple[Callable[..., Tensor], nn.Module]], inputs: tuple[Tensor, ...], tolerance: float = TOLERANCE
+    models: dict[str, tuple[Callable[..., Tensor], nn.Module]],
+    inputs: tuple[Tensor, ...],
+    tolerance: float = TOLERANCE,
+    microbatches: int = 1,
+    around: Mapping[str, Callable[[], AbstractContextManager[None]]] = MappingProxyType({}),
 ) -> tuple[Calls, dict[str, Any]]:
     """Return the steps of models, whose results have been compared with the first one's, and peaks of memory on CUDA.
 
     Args:
         models: name -> a callable, and the module that holds its parameters.
         inputs: x (M, H), offsets, scales (M,), the output's gradient (M, H).
+        microbatches: of each step.
+        around: name -> makes the context of a model's step.
     """
     calls: Calls = {}
     peak: dict[str, float] = {}
     wanted = None
     for name, (run, module) in models.items():
-        calls[name] = partial(_steps, run, [*module.parameters()], *inputs)
+        options: dict[str, Any] = dict(microbatches=microbatches, around=around.get(name, nullcontext))
+        calls[name] = partial(_steps, run, [*module.parameters()], *inputs, **options)
         results = [result.detach().clone() for result in calls[name]()]
         wanted = wanted or results
         for what, got, expected in zip(("output", "gradient of x"), results, wanted, strict=True):
@@ -443,7 +468,7 @@ def _plot(path: Any, rows: list[dict[str, Any]], device: torch.device) -> Any:
         lines = panels.setdefault(f"{row['part']}, {row['model']}", {})
         for name, ratio in row["times_faster"].items():
             if "interleave" not in name and row["routing"] == "even":
-                label = name if row["part"] in ("step", "recipes") else f"{row['of']}, {name}"
+                label = name if row["part"] == "step" else f"{row['of']}, {name}"
                 lines.setdefault(label, []).append((row["rows"], ratio))
     return plot_lines(
         path.with_suffix(".png"), panels, x="rows", y="times faster than torch", reference=1.0,

@@ -20,7 +20,7 @@ from benchmarks.harness import layers, models
 from benchmarks.harness.report import writable_file
 from benchmarks.harness.shapes import SHAPES
 from benchmarks.harness.timing import describe, machine_name
-from benchmarks.suites import generate, linear, load, router
+from benchmarks.suites import generate, linear, load, router, training
 from thunder_moe.kernels import dense, reference, training_reference
 from thunder_moe.kernels.specs import Target
 
@@ -189,11 +189,13 @@ def test_routers_that_choose_others_are_refused(tmp_path, monkeypatch):
 def test_training_runs_end_to_end(tmp_path, monkeypatch):
     parts = "dgrad,wgrad,main_grad,bias,activation,recipes,checks"
     arguments = ["--device", "cpu", "--rounds", "3", "--budget", "0.05", "--rows", "40", "--output", str(tmp_path)]
-    rows = main(["training", *arguments, "--parts", parts])
+    monkeypatch.setattr(training, "MICROBATCHES", 2)
+    rows = main(["training", *arguments, "--parts", parts, "--routings", "even"])
     content = json.loads((tmp_path / f"training_{HERE}.json").read_text())
     assert content["rows"] == json.loads(json.dumps(rows))
     assert content["checks"] == {"small": {"bias gradients are the same bits": "100 runs"}}
     assert {row["part"] for row in rows} | {"checks"} == set(parts.split(","))
+    assert "fp8, weights rounded once" in next(row for row in rows if row["of"] == "2 microbatches")["times_faster"]
     assert all("thunder_moe" in row["bandwidth_share"] for row in rows if row["part"] in ("bias", "activation"))
     assert (tmp_path / f"training_{HERE}.png").read_bytes().startswith(b"\x89PNG")
     monkeypatch.setattr(training_reference, "bias_grad", lambda grad, *_: torch.zeros(4, grad.shape[1]))
