@@ -10,7 +10,7 @@ import torch
 from emulated_gemms import emulate_device
 from oracle import RecipeLinear, relative_error, round_to_recipe
 
-from thunder_moe.kernels import slow_paths
+from thunder_moe.kernels import rounded_weights, slow_paths
 from thunder_moe.kernels.cuda import linear, recipes, training, wgrad
 
 BF16 = torch.bfloat16
@@ -188,7 +188,8 @@ def on_hopper(device, monkeypatch):
     [(BF16, 48, 144), (torch.float32, 20, 36), pytest.param(BF16, 20, 36, marks=pytest.mark.slow)],
 )
 def test_products(device, monkeypatch, recipe, capability, dtype, n, k):
-    """Rows past the end are NaN: zeros come of them; a buffer keeps them. main_grad is added to."""
+    """Rows past the end are NaN: zeros come of them; a buffer keeps them. main_grad is added to. A
+    weight that is rounded already gives the same bits."""
     if device == "cpu":
         emulate_device(monkeypatch, 3, capability)
         monkeypatch.setattr(torch, "_grouped_mm", reference_mm)
@@ -220,8 +221,12 @@ def test_products(device, monkeypatch, recipe, capability, dtype, n, k):
         assert not rows or got[live:].eq(0).all()
     assert results[2][torch.tensor(SPLITS) == 0].eq(0).all()
     buffers = torch.full_like(results[0], 7), torch.full_like(x, 7)
+    keys = [rounded_weights.keep(weight, weight, *rounding) for rounding in products.roundings(weight)]
     products.grouped_mm(x, weight, offsets, out=buffers[0])
     products.dgrad(grad, weight, offsets, out=buffers[1])
+    for key in keys:
+        rounded_weights.drop(key)
+    assert all(cause[0] != "rounded" for cause in slow_paths._warned)  # it found what was kept
     for buffer, got in zip(buffers, results, strict=False):
         assert torch.equal(buffer[:live], got[:live])
         assert buffer[live:].eq(7).all()
