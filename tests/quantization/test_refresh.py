@@ -18,6 +18,8 @@ from thunder_moe import (
     weight_cache,
 )
 from thunder_moe.formats.nvfp4 import quantize
+from thunder_moe.quantization import refresh
+from thunder_moe.quantization.layer_chain import numbered_layers
 
 BF16 = torch.bfloat16
 EXPERTS = "2.routed_experts.gate_proj.weight"
@@ -86,6 +88,35 @@ def test_modules_of_this_package(layout):
         require_same(model, quantize_(copy.deepcopy(base), layout=layout))
         refresh_(model, per_expert_state_dict(trainer))
         require_same(model, judge)
+
+
+@pytest.mark.parametrize(
+    ("names", "layers"),
+    [
+        (["model.layers.0.mlp.experts.1", "model.layers.12.q", "lm_head"], ["model.layers.0", "model.layers.12", None]),
+        (["0.model.layers.0.mlp", "0.model.layers.1.mlp", "0.lm_head"], ["0.model.layers.0", "0.model.layers.1", None]),
+        (["0.layers.0.experts.0", "0.layers.0.experts.1"], ["0.layers.0", "0.layers.0"]),
+        (["0.experts", "1.experts"], ["0", "1"]),
+        (["0.experts", "0.shared"], ["0", "0"]),
+        (["10.experts", "1.layer2.experts"], ["10", "1"]),
+        (["experts"], [None]),
+    ],
+)
+def test_layers_by_their_numbers(names, layers):
+    assert [numbered_layers(names).get(name) for name in names] == layers
+
+
+def test_one_layer_at_a_time_is_copied(monkeypatch):
+    """Also of a model in a Sequential, and only the tensors that nothing replaces."""
+    base = nn.Sequential(nn.ModuleDict({"layers": nn.ModuleList([llama4_moe(), llama4_moe()])}))
+    trainer, taken = trained(base), []
+    model = quantize_(base)
+    monkeypatch.setattr(refresh, "deepcopy", lambda unit, memo: taken.append((unit, memo)) or copy.deepcopy(unit, memo))
+    refresh_(model, trainer.state_dict())
+    require_same(model, quantize_(trainer))
+    assert [unit for unit, _ in taken] == [*base[0]["layers"]] * 2
+    packed = base[0]["layers"][0].routed_experts.down_proj.qdata
+    assert all(memo[id(packed)].is_meta for _, memo in taken[::2])
 
 
 def test_a_compiled_graph_reads_the_new_weights():

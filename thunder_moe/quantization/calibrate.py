@@ -7,7 +7,6 @@ per layer: the last layer's results through this layer -> X^T X of each expert -
 
 from __future__ import annotations
 
-import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import nullcontext, suppress
@@ -32,7 +31,7 @@ from thunder_moe.progress import progress_bar
 from thunder_moe.quantization.choose import choose_modules
 from thunder_moe.quantization.families import Quantization, families_of
 from thunder_moe.quantization.kept_layers import keep_layers
-from thunder_moe.quantization.layer_chain import LayerChain
+from thunder_moe.quantization.layer_chain import LayerChain, numbered_layers
 from thunder_moe.quantization.plan import Target, Targets, exclusive, swap
 from thunder_moe.selection import Format, Patterns, Selection
 
@@ -151,9 +150,9 @@ def calibrate_(
         )
         run, found = plan.run, list[OutputError]()
         layers: dict[str, Targets] = defaultdict(dict)
+        numbered = numbered_layers([target.name for target in plan.chosen.values()])
         for module, target in plan.chosen.items():
-            layer = re.sub(r"^((?:[^.]+\.)*?\d+)\..*$", r"\1", target.name)  # the name up to its first number
-            layers[layer][module] = target
+            layers[numbered.get(target.name, target.name)][module] = target
         del module
         if device is not None:
             inputs = tree_map_only(Tensor, lambda tensor: tensor.to(device), inputs)

@@ -1,11 +1,11 @@
 """`LayerChain`: layers of a model that run one after the other; each runs on the stored results of the one before, and
 may be on a device alone.
-Called by calibrate; calls the model's layers.
+Called by calibrate and, for names of layers, by refresh; calls the model's layers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
@@ -14,9 +14,32 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-__all__ = ["LayerChain"]
+__all__ = ["LayerChain", "numbered_layers"]
 
 _SAMPLE = 4096  # numbers of a layer's result that are compared
+
+
+def numbered_layers(names: Collection[str]) -> dict[str, str]:
+    """Return the layer of each module, by qualified names: the name up to its first number, "model.layers.3".
+
+    Numbers in front that all names share are not a layer's, if others follow: a Sequential holds the whole model
+    ("0.model.layers.3"). Modules without a number are left out.
+    """
+    split = {name: name.split(".") for name in names}
+    shared = 0
+    while len({parts[shared] for parts in split.values()}) == 1 and all(
+        parts[shared].isdecimal() and len(parts) > shared + 1 for parts in split.values()
+    ):
+        shared += 1
+    for begin in (shared, 0):
+        layers: dict[str, str] = {}
+        for name, parts in split.items():
+            numbers = [at for at in range(begin, len(parts)) if parts[at].isdecimal()]
+            if numbers:
+                layers[name] = ".".join(parts[: numbers[0] + 1])
+        if layers:
+            return layers
+    return {}
 
 
 class LayerChain:

@@ -22,6 +22,7 @@ from thunder_moe.nn.packed import PackedModule
 from thunder_moe.progress import progress_bar
 from thunder_moe.quantization.dense_linears import DenseLinears
 from thunder_moe.quantization.families import ExpertFamily, families_of
+from thunder_moe.quantization.layer_chain import numbered_layers
 from thunder_moe.quantization.plan import PROGRESS_WEIGHTS, exclusive
 from thunder_moe.quantization.quantize import dequantize_, quantize_
 from thunder_moe.quantization.replaceable import has_hook
@@ -107,22 +108,16 @@ def _units(model: nn.Module, families: list[ExpertFamily]) -> dict[str, nn.Modul
     """Return the parts of a model that are refreshed one after the other, by name: its layers with quantized modules.
 
     A layer is the module in a list that holds them, else their parent, or a dense layer itself."""
-    names: set[str] = set()
-    blocks: list[str] = []
+    blocks: dict[str, str] = {}  # quantized modules by name, and their parent, or a dense layer itself
     for name, module in model.named_modules(remove_duplicate=False):
         if any(_is_below(name, block) for block in blocks) or not _is_quantized(module, families):
             continue
-        blocks.append(name)
         for part in module.modules():
             if isinstance(part, PackedModule) and (part.process_part is not None or part._sharding is not None):
                 raise ValueError(f"model: {name} has a part of weights that processes share, wanted whole weights")
-        parts = name.split(".")
-        numbers = [position for position, part in enumerate(parts) if part.isdecimal()]
-        if numbers:
-            parts = parts[: numbers[0] + 1]
-        elif isinstance(module, NVFP4LinearPart) or not isinstance(module, PackedModule):
-            parts = parts[:-1]
-        names.add(".".join(parts))
+        alone = isinstance(module, PackedModule) and not isinstance(module, NVFP4LinearPart)
+        blocks[name] = name if alone else name.rpartition(".")[0]
+    names = {*(blocks | numbered_layers(blocks)).values()}
     if not names:
         raise ValueError(f"model: found nothing quantized in {type(model).__name__}, wanted a model of `quantize_`")
     return {
