@@ -2,12 +2,14 @@
 Called by pytest; judged by tests/oracle.py, by the GPTQ of its paper, in float64, and by rounding to nearest.
 """
 
+from itertools import pairwise
+
 import pytest
 import torch
 from oracle import decode_e2m1, dequantize_mxfp8
 from oracle import dequantize as oracle_dequantize
 
-from thunder_moe.formats import mxfp8
+from thunder_moe.formats import gptq, mxfp8
 from thunder_moe.formats.nvfp4 import quantize
 
 E, N, K = 3, 24, 64
@@ -85,8 +87,9 @@ def test_an_identity_gives_the_bits_of_rounding_in_mxfp8(dtype):
 
 
 @pytest.mark.parametrize("scale_search", [None, "mse"])
-def test_codes_are_those_of_gptq(scale_search):
+def test_codes_are_those_of_gptq(scale_search, monkeypatch):
     """GPTQ by the inverse of the Hessian of the columns that are left, in float64, with the scales that were chosen."""
+    monkeypatch.setattr(gptq, "_SWEEPS", 0)
     weight, hessian = weights(), hessian_of("correlated")
     packed = quantize(weight, scale_search=scale_search, hessian=hessian)
     values = oracle_dequantize(*packed.tensors()).double()
@@ -101,6 +104,26 @@ def test_codes_are_those_of_gptq(scale_search):
             wrong += int((~torch.isclose(nearest, values[expert, :, k], rtol=1e-5)).sum())  # ties within float32
             inverse = torch.linalg.inv(damped[k:, k:])
             left[:, k:] -= torch.outer((left[:, k] - values[expert, :, k]) / inverse[0, 0], inverse[0])
+    assert wrong <= 2
+
+
+def test_sweeps_lower_the_objective_until_each_code_is_the_best_beside_the_others(monkeypatch):
+    weight, hessian = weights(), hessian_of("correlated")
+    damped = hessian.double() + 0.01 * hessian.double().diagonal(dim1=1, dim2=2).mean(-1)[:, None, None] * torch.eye(K)
+    found = []
+    for sweeps in (0, 1, 2, 30):
+        monkeypatch.setattr(gptq, "_SWEEPS", sweeps)
+        packed = quantize(weight, hessian=hessian)
+        found.append(objective(weight, packed, damped))
+    assert all((later < earlier).all() for earlier, later in pairwise(found))
+    values = oracle_dequantize(*packed.tensors()).double()
+    scales = packed.scale.double().repeat_interleave(16, -1) * packed.global_scale.double()[:, None, None]
+    changes, wrong = values - weight.double(), 0
+    for k in range(K):
+        of_others = (changes @ damped[:, :, k, None])[..., 0] - changes[..., k] * damped[:, k, k, None]
+        scaled = (weight[..., k] - of_others / damped[:, k, k, None]) / scales[..., k]
+        nearest = VALUES[(scaled[..., None] - VALUES).abs().argmin(-1)] * scales[..., k]
+        wrong += int((~torch.isclose(nearest, values[..., k], rtol=1e-5)).sum())  # ties within float32
     assert wrong <= 2
 
 

@@ -1,7 +1,8 @@
 """GPTQ inside a block-scaled format: rounds weights column by column, and feeds each error back into later columns.
 Called by formats.nvfp4 and formats.mxfp8; calls plain torch and checks.
 
-H = X^T X -> damped -> factor U of its inverse -> per block of columns: earlier errors subtracted -> scales -> codes.
+H = X^T X -> damped -> factor U of its inverse -> per block of columns: earlier errors subtracted -> scales -> codes
+-> twice per column, scales kept: the code that is best beside the codes of all other columns
 The order of the columns is the weight's own, so that any reader of the format reads the result.
 
 Legend: E experts, N output features, K input features of the GEMM.
@@ -19,8 +20,12 @@ from thunder_moe.formats.checks import require, require_type
 __all__ = ["DAMPING", "check_hessian", "quantize_with_feedback"]
 
 DAMPING = 0.01  # of the mean of a Hessian's diagonal, which is added to the diagonal
+_SWEEPS = 2  # of coordinate descent behind GPTQ
+_COLUMNS = 64  # whose products with the changes of all columns are one GEMM in a sweep
 _ASYMMETRY = 1e-3  # of the largest entry; sums of products in float32 stay far below
-_CHUNK_NUMBERS = 2**27  # float32 numbers of the experts that are rounded at a time: half a gigabyte
+# float32 numbers of the experts that are rounded at a time: half a gigabyte on a CPU, two on a GPU, where a step of few
+# experts is shorter than its launches.
+_CHUNK_NUMBERS = {"cpu": 2**27, "cuda": 2**29}
 _REMEDY = "wanted X^T X of finite rows, summed in float32"
 
 
@@ -41,13 +46,12 @@ def check_hessian(hessian: Tensor, weight: Tensor) -> Tensor:
     return hessian
 
 
+Choose = Callable[[Tensor, Tensor], Tensor]
+Round = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
+
+
 def quantize_with_feedback(
-    weight: Tensor,
-    hessian: Tensor,
-    global_scale: Tensor,
-    block_size: int,
-    choose_scale: Callable[[Tensor, Tensor], Tensor],
-    round_column: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]],
+    weight: Tensor, hessian: Tensor, global_scale: Tensor, block_size: int, choose_scale: Choose, round_column: Round
 ) -> tuple[Tensor, Tensor]:
     """Return codes uint8 (E, N, K) and scales (E, N, K / block_size) that make tr((W - Q) H (W - Q)^T) small.
 
@@ -61,24 +65,74 @@ def quantize_with_feedback(
     """
     experts, n, k = weight.shape
     codes, scales = torch.empty(experts, k, n, dtype=torch.uint8, device=weight.device), []  # a column is contiguous
-    step = max(1, _CHUNK_NUMBERS // (k * (n + 2 * k)))
+    numbers = _CHUNK_NUMBERS.get(weight.device.type, _CHUNK_NUMBERS["cuda"])
+    step = max(1, numbers // (2 * k * (n + k)))
     for begin in range(0, experts, step):
         chunk = slice(begin, min(begin + step, experts))
-        factor = torch.stack([_inverse_factor(own, begin + at) for at, own in enumerate(hessian[chunk])])
-        columns, own_global = weight[chunk].transpose(1, 2), global_scale[chunk, None]
-        errors = torch.zeros(columns.shape, dtype=torch.float32, device=weight.device)  # [e, K, N]
-        of_chunk = []
-        for start in range(0, k, block_size):
-            stop = start + block_size
-            block = columns[:, start:stop] - factor[:, :start, start:stop].mT @ errors[:, :start]
-            of_chunk.append(choose_scale(block.transpose(1, 2), own_global))
-            for at in range(start, stop):
-                column = block[:, at - start]
-                codes[chunk, at], values = round_column(column, of_chunk[-1], own_global)
-                errors[:, at] = (column - values) / factor[:, at, at, None]
-                block[:, at - start + 1 :] -= factor[:, at, at + 1 : stop, None] * errors[:, at, None]
-        scales.append(torch.stack(of_chunk, -1))
+        columns, own_hessian, own_global = weight[chunk].transpose(1, 2), hessian[chunk], global_scale[chunk, None]
+        factor = torch.stack([_inverse_factor(own, begin + at) for at, own in enumerate(own_hessian)])
+        chosen, changes = _feed_back(columns, factor, own_global, block_size, choose_scale, round_column, codes[chunk])
+        del factor
+        for _ in range(_SWEEPS):
+            _descend(columns, own_hessian, own_global, chosen, round_column, changes, codes[chunk])
+        scales.append(torch.stack(chosen, -1))
     return codes.transpose(1, 2), torch.cat(scales)
+
+
+def _feed_back(
+    columns: Tensor, factor: Tensor, global_scale: Tensor, block_size: int, choose_scale: Choose, round_column: Round,
+    codes: Tensor,
+) -> tuple[list[Tensor], Tensor]:  # fmt: skip
+    """Round the columns (E, K, N) of weights by GPTQ into `codes`, and choose the scales of blocks.
+
+    Returns:
+        The scales (E, N) of each block, and the changes Q - W, float32 (E, K, N).
+    """
+    errors = torch.zeros(columns.shape, dtype=torch.float32, device=columns.device)
+    changes, chosen = torch.empty_like(errors), list[Tensor]()
+    for start in range(0, columns.shape[1], block_size):
+        stop = start + block_size
+        block = columns[:, start:stop] - factor[:, :start, start:stop].mT @ errors[:, :start]
+        chosen.append(choose_scale(block.transpose(1, 2), global_scale))
+        for at in range(start, stop):
+            column = block[:, at - start]
+            codes[:, at], values = round_column(column, chosen[-1], global_scale)
+            changes[:, at] = values - columns[:, at]
+            errors[:, at] = (column - values) / factor[:, at, at, None]
+            block[:, at - start + 1 :] -= factor[:, at, at + 1 : stop, None] * errors[:, at, None]
+    return chosen, changes
+
+
+def _descend(
+    columns: Tensor, hessian: Tensor, global_scale: Tensor, scales: list[Tensor], round_column: Round, changes: Tensor,
+    codes: Tensor,
+) -> None:  # fmt: skip
+    """Round each column once more, with the others as they are; updates the results of `_feed_back`.
+
+    This is coordinate descent, as in QuantEase (https://arxiv.org/abs/2309.01885). Where all columns but k are fixed,
+    the sum is least at W_k - sum_{j != k} (Q - W)_j H_jk / H_kk, and least on the grid at the nearest value to that. So
+    no step makes it larger.
+    """
+    k, block_size = hessian.shape[1], hessian.shape[1] // len(scales)
+    diagonal = hessian.diagonal(dim1=1, dim2=2)[..., None]
+    damped = diagonal + _damping(hessian)[:, None, None]
+    for start in range(0, k, _COLUMNS):
+        stop = min(start + _COLUMNS, k)
+        products = hessian[:, start:stop] @ changes
+        for at in range(start, stop):
+            of_others = products[:, at - start] - diagonal[:, at] * changes[:, at]
+            column = columns[:, at] - of_others / damped[:, at]
+            codes[:, at], values = round_column(column, scales[at // block_size], global_scale)
+            change = values - columns[:, at]
+            difference = (change - changes[:, at])[:, None]
+            products[:, at - start + 1 :] += hessian[:, at + 1 : stop, at, None] * difference
+            changes[:, at] = change
+
+
+def _damping(hessian: Tensor) -> Tensor:
+    """Return what is added to the diagonals of Hessians (..., K, K): (...)."""
+    mean = hessian.diagonal(dim1=-2, dim2=-1).mean(-1)
+    return torch.where(mean > 0, DAMPING * mean, 1.0)  # 1: all zeros
 
 
 def _inverse_factor(hessian: Tensor, expert: int) -> Tensor:
@@ -87,11 +141,10 @@ def _inverse_factor(hessian: Tensor, expert: int) -> Tensor:
     A column without rows has the damping alone, and no error reaches it or leaves it: it is rounded to nearest.
     """
     # H = R R^T with an upper R, by Cholesky in reversed order, and U = R^-1: more accurate than factoring the inverse.
-    mean = hessian.diagonal().mean()
     damped = hessian.clone()
-    damped.diagonal().add_(torch.where(mean > 0, DAMPING * mean, 1.0))  # 1: all zeros
+    damped.diagonal().add_(_damping(hessian))
     root, info = torch.linalg.cholesky_ex(damped.flip(0, 1))
-    if int(info) or bool(mean < 0):
+    if int(info) or bool(hessian.diagonal().mean() < 0):
         raise ValueError(f"hessian: got one that is not positive semidefinite in expert {expert}, {_REMEDY}")
     factor: Tensor = torch.linalg.solve_triangular(root.flip(0, 1), damped.zero_().fill_diagonal_(1), upper=True)
     return factor

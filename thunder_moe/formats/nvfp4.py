@@ -62,11 +62,12 @@ def quantize(weight: Tensor, *, scale_search: str | None = None, hessian: Tensor
         scale_search: None, or "mse": tries a few scales for each block and keeps the one of least squared error. Four
             times slower.
         hessian: None, or X^T X of rows X that the weight multiplies, float32 (E, K, K), or (K, K) for all experts.
-            Rounds by GPTQ, so that the error of the products with such rows is small: column by column, each error
-            subtracted from later columns; a block's scale is chosen when it is reached. 1 % of the mean of the
-            Hessian's diagonal is added to the diagonal. A column without rows is rounded to nearest, and an identity
-            gives the codes of None. Takes a second for 1536 x 2048 weights on a CPU, and half a gigabyte, or 24 * K^2
-            bytes if that is more.
+            Rounds so that the error of the products with such rows is small. First by GPTQ: column by column, each
+            error subtracted from later columns; a block's scale is chosen when it is reached. Then each column twice
+            more, with all others as they are (coordinate descent). 1 % of the mean of the Hessian's diagonal is added
+            to the diagonal. A column without rows is rounded to nearest, and an identity gives the codes of None. Takes
+            four seconds for 1536 x 2048 weights on a CPU, and half a gigabyte (two on a GPU), or 24 * K^2 bytes if that
+            is more.
 
     Returns:
         NVFP4Weight in layout "linear", global_scale (E,). The relative Frobenius error on normally distributed
