@@ -12,6 +12,7 @@ import torch
 import torch.distributed.device_mesh
 import torch.distributed.fsdp
 from tiny_models import tiny_model
+from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils.checkpoint import checkpoint
 
 from thunder_moe import (
@@ -281,7 +282,22 @@ def test_fully_shard_and_expert_parallelism(roundings):
         dist.destroy_process_group()
 
 
+def test_optimizers_of_other_parameters_step():
+    """Sparse tensors and subclasses have no storage to compare."""
+    others = [torch.eye(3).to_sparse(), TwoTensor(torch.ones(3), torch.ones(3)), torch.ones(3, device="meta")]
+    parameters = [torch.nn.Parameter(other) for other in others]
+    for parameter, other in zip(parameters, others, strict=True):
+        parameter.grad = other.clone()
+    with round_weights_once(make()):
+        torch.optim.SGD(parameters, lr=0.5, foreach=False).step()
+    assert torch.equal(parameters[0].to_dense(), torch.eye(3) / 2)
+
+
 def test_what_is_refused():
+    with torch.inference_mode():
+        inference = make()
+    with pytest.raises(ValueError, match=r"model: got weights made under torch.inference_mode\(\)"):
+        round_weights_once(inference).__enter__()
     with pytest.raises(ValueError, match="model: found no experts with a recipe in Sequential, see prepare_8bit_train"):
         round_weights_once(torch.nn.Sequential(torch.nn.Linear(8, 8), GroupedLinear(2, 8, 8))).__enter__()
     model = tiny_model("llama4", torch.float32)

@@ -78,8 +78,8 @@ def round_weights_once(model: nn.Module) -> Iterator[None]:
         model: with experts that have a recipe, `prepare_8bit_training_`.
 
     Raises:
-        ValueError: no experts of the model have a recipe; fully_shard has wrapped a part of it, or a compiler traces
-            the block.
+        ValueError: no experts of the model have a recipe; fully_shard has wrapped a part of it; weights were made under
+            ``torch.inference_mode()``; or a compiler traces the block.
         RuntimeError: by a product inside, if its weight was changed in place, and by the step of an optimizer of
             ``torch.optim`` that has a gradient for one of the weights.
     """
@@ -100,6 +100,10 @@ def round_weights_once(model: nn.Module) -> Iterator[None]:
             weights += [(parameter, local_data(view), recipe) for parameter, view in family.weights(module)]
     if not weights:
         raise ValueError(f"model: found no experts with a recipe in {type(model).__name__}, see prepare_8bit_training_")
+    if any(each.is_inference() for parameter, weight, _ in weights for each in (parameter, weight)):
+        raise ValueError(
+            "model: got weights made under torch.inference_mode(), which do not count their changes; wanted others"
+        )
     keys, memories = [], {weight.untyped_storage().data_ptr() for _, weight, _ in weights}
     hook = register_optimizer_step_pre_hook(partial(_refuse_step, memories))
     try:
@@ -118,11 +122,20 @@ def _refuse_step(memories: set[int], optimizer: torch.optim.Optimizer, *_: Any) 
     """Raise RuntimeError if an optimizer is going to change a weight: fused ones do so without a new version number."""
     for group in optimizer.param_groups:
         for parameter in group["params"]:
-            if parameter.grad is not None and local_data(parameter).untyped_storage().data_ptr() in memories:
+            if parameter.grad is not None and _memory(parameter) in memories:
                 raise RuntimeError(
                     f"round_weights_once: {type(optimizer).__name__}.step() would change a weight of shape"
                     f" {tuple(parameter.shape)} inside of the block, wanted the step after its end"
                 )
+
+
+def _memory(parameter: torch.Tensor) -> int | None:
+    """Return the address of a tensor's storage; None for sparse tensors and subclasses that have none of their own."""
+    try:
+        address: int = local_data(parameter).untyped_storage().data_ptr()
+    except RuntimeError:
+        return None
+    return address
 
 
 def _experts(model: nn.Module) -> Iterator[tuple[str, nn.Module, ExpertFamily]]:
