@@ -10,9 +10,11 @@ import pickle
 import pytest
 import torch
 from oracle import KERNEL_TOLERANCE, llama4_moe, relative_error
+from torch.autograd import forward_ad
 
 from thunder_moe import (
     GroupedLinear,
+    GroupedMLP,
     GroupedSwiGLU,
     Llama4MoE,
     Llama4MoEConfig,
@@ -64,6 +66,17 @@ def test_llama4_moe_with_empty_experts_and_without_a_shared_one():
 
 def test_llama4_moe_of_no_tokens():
     assert Llama4MoE(CONFIG)(torch.randn(2, 0, 64)).shape == (2, 0, 64)
+
+
+@pytest.mark.parametrize("make", [GroupedLinear, GroupedMLP, GroupedSwiGLU])
+@pytest.mark.parametrize("grad", [False, True])
+def test_forward_mode_is_refused(make, grad):
+    """torch would take the tangents for zeros."""
+    module, x, ends = make(2, 32, 32).requires_grad_(False), torch.randn(6, 32), torch.tensor([2, 6])
+    with torch.set_grad_enabled(grad), pytest.raises(NotImplementedError, match="no forward-mode derivative"):
+        torch.func.jvp(lambda rows: module(rows, ends), (x,), (x,))
+    with torch.set_grad_enabled(grad), forward_ad.dual_level(), pytest.raises(NotImplementedError):
+        module(forward_ad.make_dual(x, x), ends)
 
 
 def test_gradients():

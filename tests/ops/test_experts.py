@@ -537,7 +537,7 @@ def test_refuses_derivatives_that_it_has_not():
     ]
     for operator, x, weight, others in operators:
         fp4, scale, global_scale = operands(weight)
-        message = "operators of packed weights have no forward-mode derivative"
+        message = "operators of experts have no forward-mode derivative"
         with pytest.raises(NotImplementedError, match=message):
             torch.func.jvp(
                 lambda x, call=operator, rest=(fp4, scale, global_scale, *others): call(x, *rest), (x,), (x,)

@@ -20,6 +20,7 @@ from thunder_moe.activations import SwiGLUConfig
 from thunder_moe.formats.checks import require
 from thunder_moe.kernels.select import training_kernels
 from thunder_moe.ops import grouped_linear  # noqa: F401  (registers the operators)
+from thunder_moe.ops.checks import refuse_forward_ad
 from thunder_moe.ops.grouped_linear import (
     check_offsets,
     check_recipe,
@@ -117,6 +118,7 @@ def _scaled_activation(
     y: Tensor, scales: Tensor | None = None, offsets: Tensor | None = None, *, kind: str = "swiglu",
     alpha: float = 1.0, limit: float | None = None, up_shift: float = 0.0, interleave: int | None = None,
 ) -> Tensor:  # fmt: skip
+    refuse_forward_ad()
     form = ActivationForm(kind, alpha, limit, up_shift, interleave)
     _check(y, scales, offsets, form)
     return form.run(y, scales, _ends(offsets, y))

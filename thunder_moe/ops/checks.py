@@ -112,7 +112,7 @@ def refuse_forward_ad() -> None:
     operator, or take them for zeros."""
     if forward_ad._current_level >= 0:
         raise NotImplementedError(
-            "operators of packed weights have no forward-mode derivative (dual_level, torch.func.jvp, jacfwd);"
+            "operators of experts have no forward-mode derivative (dual_level, torch.func.jvp, jacfwd);"
             " use reverse mode"
         )
 

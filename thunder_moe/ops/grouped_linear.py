@@ -24,7 +24,7 @@ from torch import Tensor
 from thunder_moe.formats.checks import require
 from thunder_moe.kernels.recipes import RECIPES
 from thunder_moe.kernels.select import training_kernels, training_products
-from thunder_moe.ops.checks import check_offset_values
+from thunder_moe.ops.checks import check_offset_values, refuse_forward_ad
 from thunder_moe.ops.operator import define
 
 __all__ = [
@@ -138,6 +138,7 @@ def _grouped_linear(
     x: Tensor, weight: Tensor, offsets: Tensor, bias: Tensor | None = None, bias_scale: Tensor | None = None,
     recipe: str | None = None,
 ) -> Tensor:  # fmt: skip
+    refuse_forward_ad()
     check_linear(x, weight, offsets, bias, bias_scale, recipe)
     ends = int32_offsets(offsets, x.shape[0])
     out: Tensor = training_products(x.device, recipe).grouped_mm(x, weight, ends)
@@ -241,6 +242,7 @@ def _grouped_bias(
     bias_scale: Tensor | None = None,
     scales: Tensor | None = None,
 ) -> Tensor:
+    refuse_forward_ad()
     ends = int32_offsets(offsets, y.shape[0], "y")
     out: Tensor = training_kernels(y.device).add_bias(y, ends, bias, bias_scale, scales)
     return out
