@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from batch_invariant_cases import CASES, Rows, differing, operands
+from torch.utils.checkpoint import checkpoint
 
 from thunder_moe import (
     GroupedLinear,
@@ -152,6 +153,28 @@ FUNCTIONS = {
 }
 
 
+UNCHANGED = {
+    "integers": lambda: torch.arange(6).view(2, 3) @ torch.arange(6).view(3, 2),
+    "keywords": lambda: torch.matmul(input=torch.ones(2, 3), other=torch.ones(3, 2)),
+    "a vector as weight": lambda: F.linear(torch.ones(2, 3), torch.ones(3)),
+    "no in_features": lambda: F.linear(torch.ones(2, 0), torch.ones(3, 0), torch.ones(3)),
+    "no columns": lambda: torch.ones(2, 0).exp(),
+    "sparse": lambda: torch.eye(3).to_sparse() @ torch.ones(3, 2),
+    "meta": lambda: torch.ones(2, 3, device="meta") @ torch.ones(3, 2, device="meta"),
+    "dtype by position": lambda: torch.randn(2, 3).softmax(-1, torch.float64),
+}
+ROW, HALF = torch.ones(2, 3), torch.ones(3, 3, dtype=torch.bfloat16)
+ERRORS_OF_TORCH = {
+    "16-bit weight": lambda: F.linear(ROW, HALF),
+    "16-bit bias": lambda: F.linear(ROW, HALF.float(), HALF[0]),
+    "16-bit mm": lambda: torch.mm(ROW, HALF),
+    "16-bit matmul": lambda: ROW @ HALF,
+    "integer matmul": lambda: ROW @ HALF.int(),
+    "mm of three dimensions": lambda: torch.mm(ROW[None], HALF.float()),
+    "a bias of more rows": lambda: F.linear(ROW[:1], HALF.float(), torch.ones(4, 3)),
+}
+
+
 class TestFunctionsOfTorch:
     @pytest.mark.parametrize("shape", [(7, 19), (2, 3, 19), (0, 19), (2, 3, 4, 19)])
     @pytest.mark.parametrize("call", FUNCTIONS)
@@ -172,6 +195,7 @@ class TestFunctionsOfTorch:
             whole, product = layer(x), x @ layer.weight.mT
             for row in (0, 40, 66):
                 assert torch.equal(layer(x[row]), whole[row])
+                assert torch.equal(x[row] @ layer.weight.mT, product[row])
                 assert torch.equal(x[None, row : row + 1] @ layer.weight.mT, product[None, row : row + 1])
 
     def test_products_of_attention_stay(self):
@@ -188,6 +212,70 @@ class TestFunctionsOfTorch:
         layer = torch.nn.Linear(4, 2, dtype=torch.float64)
         with batch_invariant(), pytest.raises(ValueError, match=r"a linear layer of torch.float64"):
             layer(torch.ones(1, 4, dtype=torch.float64))
+
+    @pytest.mark.parametrize("call", UNCHANGED)
+    def test_what_is_left_to_torch(self, call):
+        torch.manual_seed(0)
+        expected = UNCHANGED[call]()
+        torch.manual_seed(0)
+        with batch_invariant():
+            out = UNCHANGED[call]()
+        torch.testing.assert_close(out, expected)
+
+    @pytest.mark.parametrize("call", ERRORS_OF_TORCH)
+    def test_errors_of_torch_stay(self, call):
+        with pytest.raises(RuntimeError) as expected:
+            ERRORS_OF_TORCH[call]()
+        with batch_invariant(), pytest.raises(RuntimeError) as found:
+            ERRORS_OF_TORCH[call]()
+        assert str(found.value) == str(expected.value)
+
+    @pytest.mark.parametrize("call", [lambda x: torch.exp(x, out=x), lambda x: F.silu(x, inplace=True)])
+    def test_functions_in_place_are_refused(self, call):
+        with batch_invariant(), pytest.raises(ValueError, match="with out= or inplace=True"):
+            call(torch.randn(3, 4))
+        with batch_invariant(), pytest.raises(ValueError, match="out=.*leave it out"):
+            torch.mm(torch.eye(3), torch.eye(3), out=torch.empty(3, 3))
+
+    @pytest.mark.parametrize("call", [lambda f, x: torch.func.jvp(f, (x,), (x,)), lambda f, x: torch.func.jacrev(f)(x)])
+    def test_transforms_are_refused(self, call):
+        """An operator would have tangents of zeros."""
+        for function in (lambda x: x @ torch.eye(4), torch.sigmoid):
+            with batch_invariant(), pytest.raises(ValueError, match=r"in torch.func or forward-mode"):
+                call(function, torch.randn(3, 4))
+
+    def test_second_derivatives(self):
+        layer, x = torch.nn.Linear(5, 3), torch.randn(4, 5, requires_grad=True)
+
+        def second():
+            (first,) = torch.autograd.grad(layer(x).sigmoid().sum(), x, create_graph=True)
+            return torch.autograd.grad(first.square().sum(), [x, layer.weight])
+
+        expected = second()
+        with batch_invariant():
+            out = second()
+        torch.testing.assert_close(out, expected)
+
+    @pytest.mark.parametrize("brings", [False, True])
+    def test_checkpoints(self, brings):
+        """Backward leaves the mode, also inside of it."""
+        block, seen = torch.nn.Sequential(torch.nn.Linear(515, 33), torch.nn.SiLU(), torch.nn.Linear(33, 2)), []
+        block[0].register_forward_hook(lambda module, given, out: seen.append(out.detach().clone()))
+        x = torch.randn(67, 515)
+        options = dict(context_fn=lambda: (contextlib.nullcontext(), batch_invariant())) if brings else {}
+        block(x).sum().backward()
+        expected = [parameter.grad.clone() for parameter in block.parameters()]
+        for inside in (True, False):
+            block.zero_grad()
+            seen.clear()
+            with batch_invariant():
+                out = checkpoint(block, x, use_reentrant=False, **options)
+                if inside:
+                    out.sum().backward()
+            if not inside:
+                out.sum().backward()
+            assert torch.equal(*seen) == brings
+            torch.testing.assert_close([parameter.grad for parameter in block.parameters()], expected)
 
     def test_another_task_of_the_thread_computes_as_outside(self):
         layer, x = torch.nn.Linear(4, 2, dtype=torch.float64), torch.ones(1, 4, dtype=torch.float64)
