@@ -1,5 +1,5 @@
-"""prepare_8bit_training_: gives the experts of a model an 8-bit recipe for their products, or takes it away; and
-round_weights_once, in which the weights of a recipe are rounded once for all microbatches.
+"""prepare_8bit_training_ gives the experts of a model an 8-bit recipe for their products, or takes it away.
+round_weights_once rounds the weights of a recipe once for all microbatches.
 Called by users; calls the families of the model's experts, kernels.select and kernels.rounded_weights.
 """
 

@@ -2,7 +2,7 @@
 Called by formats.nvfp4 and formats.mxfp8; calls plain torch and checks.
 
 H = X^T X -> damped -> factor U of its inverse -> per block of columns: earlier errors subtracted -> scales -> codes
--> twice per column, scales kept: the code that is best beside the codes of all other columns
+-> twice for each column, with the same scales: the code that is best beside the codes of all other columns
 The order of the columns is the weight's own, so that any reader of the format reads the result.
 
 Legend: E experts, N output features, K input features of the GEMM.
@@ -107,7 +107,7 @@ def _descend(
     columns: Tensor, hessian: Tensor, global_scale: Tensor, scales: list[Tensor], round_column: Round, changes: Tensor,
     codes: Tensor,
 ) -> None:  # fmt: skip
-    """Round each column once more, with the others as they are; updates the results of `_feed_back`.
+    """Round each column once more, while the others keep their values; updates the results of `_feed_back`.
 
     This is coordinate descent, as in QuantEase (https://arxiv.org/abs/2309.01885). Where all columns but k are fixed,
     the sum is least at W_k - sum_{j != k} (Q - W)_j H_jk / H_kk, and least on the grid at the nearest value to that. So

@@ -157,7 +157,7 @@ def _activation(function: Any, input: Tensor, *args: Any, **kwargs: Any) -> Tens
 
 
 def _is_dense(tensor: Any) -> bool:
-    """True for tensors with numbers that are no subclass, such as a DTensor."""
+    """True for a strided tensor with numbers, of torch's own class (a DTensor is of a subclass)."""
     dense = type(tensor) in (Tensor, nn.Parameter) and tensor.layout == torch.strided
     return dense and not tensor.is_nested and not tensor.is_meta
 

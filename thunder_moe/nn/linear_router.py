@@ -18,10 +18,10 @@ __all__ = ["is_one_operator"]
 
 
 def is_one_operator(hidden_TH: Tensor, weight: Any) -> bool:
-    """True if `moe_linear_router` computes the logits, too: in inference on CUDA, where it saves a launch, and in all
-    graphs of inference: it reads the batch-invariant mode when it runs, which a linear layer of torch does not.
+    """True if `moe_linear_router` computes the logits, too.
 
-    A compiled graph may get few tokens later; in eager code more of them are a linear layer and `moe_router`.
+    It does so in all graphs of inference, because it reads the batch-invariant mode when it runs. A linear layer of
+    torch does not. In eager inference on CUDA it saves a launch for few tokens.
     """
     if torch.is_grad_enabled() or traced_by_thunder() or hidden_TH.dtype != weight.dtype:
         return False

@@ -109,7 +109,7 @@ def grouped_sdpa_mask(**given: Any) -> Tensor | None:
     """Make the mask that transformers' `sdpa_mask` makes, or None where attention's causal form needs none.
 
     A prompt needs none if each text begins with the first token, no token is cached, and all of it is in one window or
-    chunk: causality hides padding on the right from the text. `sdpa_mask` makes a mask for such padding, in compiled
+    chunk. Causality hides padding on the right from the text. `sdpa_mask` makes a mask for such padding, in compiled
     prompts (transformers 5.17), for an `attention_mask` that covers a static cache, and for windows that are as long as
     the prompt. `grouped_sdpa_attention` knows the masks of prompts in which texts begin later.
 
