@@ -283,7 +283,7 @@ def test_fully_shard_and_expert_parallelism(roundings):
 
 
 def test_optimizers_of_other_parameters_step():
-    """Sparse tensors and subclasses have no storage to compare."""
+    """Sparse tensors and subclasses come without a storage to compare."""
     others = [torch.eye(3).to_sparse(), TwoTensor(torch.ones(3), torch.ones(3)), torch.ones(3, device="meta")]
     parameters = [torch.nn.Parameter(other) for other in others]
     for parameter, other in zip(parameters, others, strict=True):

@@ -116,7 +116,7 @@ class ExpertFamily:
         raise NotImplementedError
 
     def recipe(self, module: nn.Module) -> str | None:
-        """Return the 8-bit recipe by which a 16-bit module itself, not a child of it, multiplies; None without one."""
+        """Return the 8-bit recipe of a 16-bit module itself, not of its children; None without one."""
         return None
 
     def finish(self, model: nn.Module) -> None:

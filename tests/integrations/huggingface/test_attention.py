@@ -299,7 +299,7 @@ def test_padded_prompts(key_heads, ends, rolls, seen):
 
 @pytest.mark.parametrize("inference", [False, True])
 def test_only_the_mask_itself_is_known(inference, rolls, seen):
-    """What a model makes of the mask stays a mask."""
+    """Attend with the mask if a model has made another one of it."""
     query, key, value = operands(4, 70)
     with torch.inference_mode() if inference else contextlib.nullcontext():
         mask = mask_of_prompt(torch.arange(KEYS) >= STARTS)
