@@ -228,6 +228,17 @@ def test_steps_of_optimizers_on_a_flat_buffer_are_seen():
     assert torch.equal(dequantize(get(weight)), dequantize(quantize(weight)))
 
 
+def test_optimizers_of_other_layouts_step():
+    """The hook of the cache sees the optimizers of the whole process: sparse parameters have no storage."""
+    weight = parameter(2, 8, 32).requires_grad_()
+    packed, sparse = get(weight), nn.Parameter(torch.eye(3).to_sparse())
+    weight.grad, sparse.grad = torch.ones_like(weight), torch.eye(3).to_sparse()
+    torch.optim.SGD([sparse, weight], lr=0.5, foreach=False).step()
+    assert torch.equal(sparse.to_dense(), torch.eye(3) / 2)
+    assert get(weight) is packed
+    assert torch.equal(dequantize(packed), dequantize(quantize(weight.detach())))
+
+
 def test_frozen_weights_in_an_optimizer_are_not_quantized_again(count):
     frozen, trained = parameter(2, 8, 32), parameter(2, 8, 32).requires_grad_()
     get(frozen)

@@ -279,9 +279,11 @@ def _watch_optimizers() -> None:
     """
 
     def after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        if not torch.compiler.is_compiling():
-            for group in optimizer.param_groups:
-                changed(*(p for p in group["params"] if p.requires_grad or p.grad is not None))
+        if torch.compiler.is_compiling():
+            return
+        for group in optimizer.param_groups:
+            stepped = (p for p in group["params"] if p.requires_grad or p.grad is not None)
+            changed(*(p for p in stepped if p.layout is torch.strided))  # sparse parameters have no storage
 
     register_optimizer_step_post_hook(after_step)
 
