@@ -1,5 +1,6 @@
 # Everything runs in .venv, which the first call makes. On a fresh machine: `make demo`, `make test`.
-# `make test` leaves out the tests that are marked slow; `make test-all` runs everything that needs no GPU.
+# `make test` leaves out the tests that are marked slow; `make test-all` runs all that needs no GPU, and
+# leaves out what is marked exhaustive: cases of large tables that only `make test-matrix` runs.
 #   PYTHON   the interpreter to make .venv with (3.10 to 3.13)
 #   WORKERS  processes that run the tests, a file in one of them
 #   TORCH    what pip installs as torch; on a Linux machine with a GPU, TORCH=torch takes the newest CUDA build
@@ -22,7 +23,7 @@ test: .venv/installed-test
 	$(PYTEST) -n $(WORKERS) --dist loadfile
 
 test-all: .venv/installed-test
-	$(PYTEST) -m 'not gpu' -n $(WORKERS) --dist loadfile
+	$(PYTEST) -m 'not gpu and not exhaustive' -n $(WORKERS) --dist loadfile
 
 # LoRA on 4-bit experts: a small model of code is tuned to prose (3 minutes).
 .PHONY: finetune
@@ -61,7 +62,7 @@ test-programs: .venv/installed-test
 	  $(BIN)/python -m tests.differential --workers $(WORKERS) --programs $(PROGRAMS) --compiler $$compiler --seed $(SEED) || exit 1; \
 	done
 
-# The suite on torch 2.10 to 2.15 (several GB of downloads each on Linux).
+# The whole suite on torch 2.10 to 2.15 (several GB of downloads each on Linux).
 test-matrix: .venv/installed-dev
 	$(BIN)/nox
 

@@ -1,4 +1,4 @@
-"""Which cases of a large table are in the fast set: few that together have all values, or all pairs, of its parameters.
+"""Which cases of a large table always run: few that together have all values, or all pairs, of its parameters.
 Called by tests/conftest.py for tests marked `covering`, and by tables that name their fast rows; calls pytest.
 """
 
@@ -36,7 +36,7 @@ def covering(cases: Sequence[Mapping[str, int]], strength: int) -> set[int]:
 
 @pytest.hookimpl(tryfirst=True)  # before -m selects
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Marks the cases of a test with `covering(strength)` slow that are not chosen."""
+    """Marks the cases of a test with `covering(strength)` that are not chosen: slow, and exhaustive."""
     tables: dict[str, list[pytest.Item]] = {}
     for item in items:
         if item.get_closest_marker("covering") is not None:
@@ -49,3 +49,4 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for position, item in enumerate(table):
             if position not in fast:
                 item.add_marker(pytest.mark.slow)
+                item.add_marker(pytest.mark.exhaustive)

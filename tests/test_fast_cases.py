@@ -1,4 +1,4 @@
-"""Tables whose fast cases are chosen: all values and pairs of values occur, in few cases; the others are slow.
+"""Tables whose cases are chosen: all values and pairs of values occur, in few cases; the others are exhaustive.
 Called by pytest; calls tests/fast_cases.py.
 """
 
@@ -23,9 +23,9 @@ def test_every_combination_is_in_a_few_cases(strength, most):
     assert covering(TABLE[:1], strength) == {0}
 
 
-def test_the_others_are_slow(pytester):
+def test_the_others_are_slow_and_exhaustive(pytester):
     pytester.makeconftest("from fast_cases import pytest_collection_modifyitems")
-    pytester.makeini("[pytest]\nmarkers =\n  slow\n  covering")
+    pytester.makeini("[pytest]\nmarkers =\n  slow\n  exhaustive\n  covering")
     pytester.makepyfile("""
         import pytest
 
@@ -38,5 +38,6 @@ def test_the_others_are_slow(pytester):
         def test_other(a): pass
     """)
     pytester.runpytest("-m", "not slow").assert_outcomes(passed=8, deselected=8)
-    pytester.runpytest("-m", "slow").assert_outcomes(passed=8, deselected=8)
+    for mark in ("slow", "exhaustive"):
+        pytester.runpytest("-m", mark).assert_outcomes(passed=8, deselected=8)
     pytester.runpytest().assert_outcomes(passed=16)

@@ -332,7 +332,7 @@ def test_a_vocabulary_that_the_ranks_do_not_divide(ranks):
 @pytest.mark.slow
 def test_processes_of_torchrun_are_tensor_parallel(tmp_path):
     """By inductor; tests/parallel/test_compiled_shards.py has Thunder, whose traces of this model take minutes."""
-    columns = ["quantize_", "thunder_moe", suite.QUANTIZED]
+    columns = ["quantize_", suite.QUANTIZED]
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "benchmarks", "inference"]
     options = ["--mode", "inductor", "--columns", ",".join(columns), "--save-results", "--output-dir", str(tmp_path)]
     root = Path(__file__).parents[2]
@@ -347,8 +347,8 @@ def test_processes_of_torchrun_are_tensor_parallel(tmp_path):
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    assert done.stdout.count("Throughput Metrics") == 2  # of one process
+    assert done.stdout.count("Throughput Metrics") == 1  # of one process
     saved = json.loads((tmp_path / REPORT).read_text())
     assert saved["config"]["ranks"] == 2
-    assert ["metrics" in row for row in saved["rows"]] == [True, True, False]
+    assert ["metrics" in row for row in saved["rows"]] == [True, False]
     assert "not cut over several processes" in saved["rows"][-1]["not_run"]

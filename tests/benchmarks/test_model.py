@@ -30,8 +30,8 @@ pytestmark = pytest.mark.skipif(
 
 @pytest.fixture
 def config(tmp_path):
-    def path(name="qwen3_moe"):
-        tiny_config(name).save_pretrained(tmp_path / name)
+    def path(name="qwen3_moe", layers=2):
+        tiny_config(name, layers).save_pretrained(tmp_path / name)
         return str(tmp_path / name / "config.json")
 
     return path
@@ -307,7 +307,7 @@ def test_an_interrupt_keeps_what_was_measured(config, workers, tmp_path, monkeyp
 @pytest.mark.slow
 def test_model_runs_end_to_end(config, tmp_path, capsys):
     sizes = ["--batch", "1,3", "--prompts", "8", "--context", "16", "--generate", "4,3", "--rounds", "3"]
-    arguments = ["--models", config(), *sizes, "--columns", "eager bf16,quantize_", "--inner", "aot_eager"]
+    arguments = ["--models", config(layers=1), *sizes, "--columns", "eager bf16,quantize_", "--inner", "aot_eager"]
     rows = main(["model", "--device", "cpu", *arguments, "--output", str(tmp_path / "out")])
     assert [(row["model"], row["column"]) for row in rows] == [("qwen3_moe", "eager bf16"), ("qwen3_moe", "quantize_")]
     assert all(row["decode"]["3"]["floor_share"] > 0 for row in rows)

@@ -4,7 +4,6 @@ compilation of MXFP8's, too. Called by pytest; judged by tests/oracle.py.
 
 import pytest
 import torch
-from fast_cases import others_slow
 from oracle import KERNEL_TOLERANCE, dequantize, dequantize_mxfp8, grouped_mm, groups, relative_error
 
 from thunder_moe import f16a_nvfp4weight_scaled_grouped_mm as op
@@ -93,15 +92,14 @@ def test_gradient_of_an_expanded_output_and_twice():
     assert relative_error(second, grouped_mm(direction, exact, EVEN)) < 1e-5
 
 
-@pytest.mark.parametrize("dtype", others_slow(DTYPES, [torch.bfloat16]))
-def test_opcheck(opcheck, dtype):
+def test_opcheck(opcheck):
     packed, _ = make()
     ops = torch.ops.thunder_moe
     for operator, columns in (
         (ops.f16a_nvfp4weight_scaled_grouped_mm, 48),
         (ops.f16a_nvfp4weight_scaled_grouped_mm_dgrad, 32),
     ):
-        rows = torch.randn(8, columns, dtype=dtype, requires_grad=True)
+        rows = torch.randn(8, columns, dtype=torch.bfloat16, requires_grad=True)
         opcheck(operator.default, (rows, *packed, EVEN))
         opcheck(operator.default, (rows.detach(), *packed, EVEN))
 

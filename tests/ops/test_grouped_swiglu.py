@@ -4,7 +4,6 @@ Called by pytest; judged by tests/oracle.py.
 
 import pytest
 import torch
-from fast_cases import others_slow
 from oracle import KERNEL_TOLERANCE, dequantize, grouped_swiglu, relative_error
 
 from thunder_moe import f16a_nvfp4weight_grouped_swiglu as op
@@ -41,12 +40,11 @@ def test_gradient_of_the_activation(offsets, dtype):
     assert relative_error(activation.grad, reference.grad) < 2 * KERNEL_TOLERANCE[dtype]
 
 
-@pytest.mark.parametrize("dtype", others_slow(DTYPES, [torch.bfloat16]))
-def test_opcheck(opcheck, dtype):
+def test_opcheck(opcheck):
     packed, _ = make()
     offsets = torch.tensor([2, 4, 6, 8], dtype=torch.int32)
     operator = torch.ops.thunder_moe.f16a_nvfp4weight_grouped_swiglu.default
-    opcheck(operator, (torch.randn(8, 48, dtype=dtype, requires_grad=True), *packed, offsets))
+    opcheck(operator, (torch.randn(8, 48, dtype=torch.bfloat16, requires_grad=True), *packed, offsets))
 
 
 def test_refuses():

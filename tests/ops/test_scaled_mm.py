@@ -4,7 +4,6 @@ Called by pytest; judged by tests/oracle.py.
 
 import pytest
 import torch
-from fast_cases import others_slow
 from oracle import KERNEL_TOLERANCE, dequantize, relative_error
 
 from thunder_moe import f16a_nvfp4weight_scaled_mm as op
@@ -95,16 +94,15 @@ def test_refuses_gradients_of_the_weight():
         op(activation, fp4, scale, global_scale.clone().requires_grad_())
 
 
-@pytest.mark.parametrize("dtype", others_slow(DTYPES, [torch.bfloat16]))
-def test_opcheck(opcheck, dtype):
+def test_opcheck(opcheck):
     packed, _ = make()
     ops = torch.ops.thunder_moe
-    bias = torch.randn(32, dtype=dtype, requires_grad=True)
+    bias = torch.randn(32, dtype=torch.bfloat16, requires_grad=True)
     for lead in ((8,), (2, 3), ()):
-        rows = torch.randn(*lead, 48, dtype=dtype, requires_grad=True)
+        rows = torch.randn(*lead, 48, dtype=torch.bfloat16, requires_grad=True)
         opcheck(ops.f16a_nvfp4weight_scaled_mm.default, (rows, *packed, bias))
         opcheck(ops.f16a_nvfp4weight_scaled_mm.default, (rows.detach(), *packed))
-        opcheck(ops.f16a_nvfp4weight_scaled_mm_dgrad.default, (torch.randn(*lead, 32, dtype=dtype), *packed))
+        opcheck(ops.f16a_nvfp4weight_scaled_mm_dgrad.default, (torch.randn(*lead, 32, dtype=torch.bfloat16), *packed))
 
 
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])

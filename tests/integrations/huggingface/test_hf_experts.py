@@ -88,7 +88,7 @@ def test_layers_agree_to_rounding_in_16_bits(name, dtype):
 @pytest.mark.parametrize("name", ALL)
 @pytest.mark.slow  # test_generate.py has one architecture in the fast set
 def test_compiles_without_a_graph_break(name):
-    quantized, decoded = quantized_and_decoded(tiny_model(name))
+    quantized, decoded = quantized_and_decoded(tiny_model(name, config=tiny_config(name, layers=1)))
     compiled = torch.compile(quantized, fullgraph=True, backend="eager", dynamic=True)
     for length in (9, 5):
         ids = tokens(length=length)
@@ -697,16 +697,17 @@ SET_AFTERWARDS += [("gpt_oss", change) for change in ("limit", "alpha", "gate")]
 @pytest.mark.parametrize(("name", "change"), SET_AFTERWARDS)
 @pytest.mark.parametrize("way", ["eager", "adapted", pytest.param("compiled", marks=pytest.mark.slow)])
 def test_an_activation_that_is_set_after_quantize_is_what_runs(name, change, way):
-    quantized, decoded = quantized_and_decoded(tiny_model(name))
-    runs = torch.compile(quantized, backend="eager", disable=way != "compiled")
+    quantized, decoded = quantized_and_decoded(tiny_model(name, config=tiny_config(name, layers=1)))
     if way == "adapted":
         add_lora_(quantized, 4, 8)  # which adds nothing yet
-    before = logits(runs)
+    for experts in nvfp4_experts(quantized).values() if way == "compiled" else ():
+        experts.compile(backend="eager", fullgraph=True)
+    before = logits(quantized)
     for model in (quantized, decoded):
         for path in nvfp4_experts(quantized):
             ACTIVATIONS[change](model.get_submodule(path))
     assert relative_error(logits(decoded), before) > 0.01
-    assert relative_error(logits(runs), logits(decoded)) < 1e-5
+    assert relative_error(logits(quantized), logits(decoded)) < 1e-5
 
 
 def dequantized_experts(model):
@@ -790,7 +791,7 @@ def test_experts_with_an_8_bit_recipe_under_thunder(kind):
     assert relative_error(of_compiled, torch.autograd.grad(expected.sum(), experts.down_proj)[0]) < 1e-5
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["fused", "biases, in turns", "no gate"])
 @pytest.mark.slow
 def test_quantized_experts_under_thunder(kind):
     import thunder
