@@ -52,7 +52,7 @@ class Limits:
     def measured(
         device: torch.device, *, bits_per_weight: float = FORMATS["nvfp4"].bits_per_weight, **how: Any
     ) -> Limits:
-        """Times the sum of a large int64 tensor, and a bf16 product (on a CPU the faster of bf16 and fp32).
+        """Times the sum of a large int64 tensor, and a bf16 product (on a CPU fp32 if that is faster for 256 rows).
 
         Args:
             device: to measure.
@@ -61,12 +61,14 @@ class Limits:
         """
         read_bytes, size = SIZES[device.type]
         data = torch.empty(read_bytes // 8, dtype=torch.int64, device=device).random_()
-        functions: dict[str, Callable[[], Any]] = {"read": data.sum}
-        for dtype in (torch.bfloat16,) if device.type == "cuda" else (torch.bfloat16, torch.float32):
-            operands = (torch.randn(size, size, dtype=dtype, device=device) for _ in range(2))
-            functions[str(dtype)] = functools.partial(torch.mm, *operands)
-        medians = {name: timing.median for name, timing in measure(functions, device=device, **how).items()}
-        return Limits(data.nbytes / medians.pop("read"), 2 * size**3 / min(medians.values()), bits_per_weight)
+        dtype = torch.bfloat16
+        if device.type == "cpu":  # without instructions for bf16, a product of 2048 rows takes a minute
+            products = {str(each): _product(256, each, device) for each in (torch.bfloat16, torch.float32)}
+            bf16, fp32 = (timing.median for timing in measure(products, device=device, **how).values())
+            dtype = torch.bfloat16 if bf16 < fp32 else torch.float32
+        functions: dict[str, Callable[[], Any]] = {"read": data.sum, "product": _product(size, dtype, device)}
+        read, product = (timing.median for timing in measure(functions, device=device, **how).values())
+        return Limits(data.nbytes / read, 2 * size**3 / product, bits_per_weight)
 
     def __str__(self) -> str:
         read, flops = self.read_bytes_per_second, self.flops_per_second
@@ -76,6 +78,10 @@ class Limits:
         """Return the least time of a GEMM of (rows, k) with `experts` weights (n, k) that writes (rows, outputs)."""
         traffic = experts * n * k * self.bits_per_weight / 8 + rows * (k + outputs) * 2
         return max(traffic / self.read_bytes_per_second, 2 * rows * n * k / self.flops_per_second)
+
+
+def _product(size: int, dtype: torch.dtype, device: torch.device) -> Callable[[], Any]:
+    return functools.partial(torch.mm, *(torch.randn(size, size, dtype=dtype, device=device) for _ in range(2)))
 
 
 def summary(rows: Sequence[dict[str, Any]], x: str) -> list[dict[str, Any]]:

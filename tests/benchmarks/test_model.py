@@ -306,7 +306,7 @@ def test_an_interrupt_keeps_what_was_measured(config, workers, tmp_path, monkeyp
 
 @pytest.mark.slow
 def test_model_runs_end_to_end(config, tmp_path, capsys):
-    sizes = ["--batch", "1,3", "--prompts", "8", "--context", "16", "--generate", "4,3", "--rounds", "3"]
+    sizes = ["--batch", "3", "--prompts", "8", "--context", "16", "--generate", "4,3", "--rounds", "3"]
     arguments = ["--models", config(layers=1), *sizes, "--columns", "eager bf16,quantize_", "--inner", "aot_eager"]
     rows = main(["model", "--device", "cpu", *arguments, "--output", str(tmp_path / "out")])
     assert [(row["model"], row["column"]) for row in rows] == [("qwen3_moe", "eager bf16"), ("qwen3_moe", "quantize_")]
