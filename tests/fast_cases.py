@@ -9,10 +9,15 @@ from typing import Any
 import pytest
 
 
-def others_slow(rows: Iterable[Any], fast: Container[Any]) -> list[Any]:
-    """Marks rows of a table, or single values, slow unless their first value is in `fast`."""
+def others_slow(rows: Iterable[Any], fast: Container[Any] = (), *, exhaustive: bool = False) -> list[Any]:
+    """Marks rows of a table, or single values, slow unless their first value is in `fast`.
+
+    Args:
+        exhaustive: mark them exhaustive, too.
+    """
     rows = [row if isinstance(row, tuple) else (row,) for row in rows]
-    return [pytest.param(*row, marks=() if row[0] in fast else pytest.mark.slow) for row in rows]
+    marks = [pytest.mark.slow, *([pytest.mark.exhaustive] if exhaustive else [])]
+    return [pytest.param(*row, marks=() if row[0] in fast else marks) for row in rows]
 
 
 def covering(cases: Sequence[Mapping[str, int]], strength: int) -> set[int]:

@@ -9,6 +9,7 @@ from dataclasses import asdict
 
 import pytest
 import torch
+from fast_cases import others_slow
 from tiny_models import ARCHITECTURES, OTHERS, VOCABULARY, tiny_config, tiny_model
 from torch import nn
 from torch.utils._pytree import tree_map_only
@@ -295,8 +296,17 @@ def test_the_report_prints_and_is_json():
     assert json.loads(json.dumps(asdict(found)))["weights"][2]["rows"] == 120
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", sorted(ARCHITECTURES | OTHERS))
+# One of each kind of layer: experts beside dense layers, of Mamba, convolutions, linear attention, a vision model.
+KINDS_OF_LAYERS = ["deepseek_v3", "gemma4", "gpt_oss", "jamba", "lfm2_moe", "llama4", "qwen3_next", "qwen3_vl_moe"]
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *others_slow(KINDS_OF_LAYERS),
+        *others_slow(sorted((ARCHITECTURES | OTHERS).keys() - set(KINDS_OF_LAYERS)), exhaustive=True),
+    ],
+)
 def test_every_architecture(name):
     found = calibrate_(tiny_model(name), [tokens(1, length=30)], linears=decoder_linear)
     assert len(found.weights) >= 5
