@@ -1,336 +1,198 @@
 """The CUDA kernels' argument structs as ctypes: each has the name and the fields of a C++ struct in src/.
 Called by the other modules of kernels/cuda; nvrtc.py asserts that both agree whenever it compiles a kernel.
+
+Names of padding, which the C++ structs do not name, end in an underscore.
 """
 
 from __future__ import annotations
 
 import ctypes
+from typing import Any
 
-__all__ = [
-    "ActivationArguments",
-    "BiasArguments",
-    "CombineArguments",
-    "DecodeAttentionArguments",
-    "DequantizeArguments",
-    "DirectArguments",
-    "GatherArguments",
-    "GatherLowRankArguments",
-    "GemmArguments",
-    "LinearArguments",
-    "LowRankGemmArguments",
-    "LowRankLinearArguments",
-    "PackedLinearArguments",
-    "QuantizeArguments",
-    "RankWgradArguments",
-    "RecipeArguments",
-    "RouteArguments",
-    "RouterArguments",
-    "RouterLinearArguments",
-    "RowStartsArguments",
-    "ScaledLinearArguments",
-    "ScaledWgradArguments",
-    "SwigluArguments",
-    "TmaGemmArguments",
-    "TmaLinearArguments",
-    "TmaWgradArguments",
-    "WgradArguments",
-]
+_Fields = tuple[tuple[str, Any], ...]
 
 
-class GemmArguments(ctypes.Structure):
-    """The argument struct of the grouped GEMMs, in grouped_mm.cuh."""
+def _pointers(names: str) -> _Fields:
+    return tuple((name, ctypes.c_void_p) for name in names.split())
 
+
+def _ints(names: str) -> _Fields:
+    return tuple((name, ctypes.c_int) for name in names.split())
+
+
+def _longs(names: str) -> _Fields:
+    return tuple((name, ctypes.c_int64) for name in names.split())
+
+
+def _floats(names: str) -> _Fields:
+    return tuple((name, ctypes.c_float) for name in names.split())
+
+
+def _with_maps(names: str, fields: _Fields) -> _Fields:
+    """Return tensor maps of 128 bytes, then fields, padded to the alignment of a map, 64 bytes."""
+    rest = type("_Rest", (ctypes.Structure,), {"_fields_": fields})
+    padding = ("padding_", ctypes.c_byte * (-ctypes.sizeof(rest) % 64))
+    return (*((name, ctypes.c_byte * 128) for name in names.split()), *fields, padding)
+
+
+class GemmArguments(ctypes.Structure):  # in grouped_mm.cuh
     _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("x", "qdata", "scale", "global_scale", "offsets")),
-        *((name, ctypes.c_void_p) for name in ("row_slot", "slot_scale", "bias", "out")),
-        *((name, ctypes.c_void_p) for name in ("partial_sums", "semaphores", "row_sums")),
-        *((name, ctypes.c_int) for name in ("rows", "num_experts", "n", "k", "top_k")),
-        *((name, ctypes.c_int) for name in ("global_per_row", "slot_scale_dtype", "bias_dtype")),
-        *((name, ctypes.c_float) for name in ("alpha", "limit", "up_shift")),
-        ("tile_counter", ctypes.c_void_p),
-        *((name, ctypes.c_int) for name in ("read_once", "x_from_previous_kernel")),
+        *_pointers("x qdata scale global_scale offsets row_slot slot_scale bias out partial_sums semaphores row_sums"),
+        *_ints("rows num_experts n k top_k global_per_row slot_scale_dtype bias_dtype"),
+        *_floats("alpha limit up_shift"),
+        *_pointers("tile_counter"),
+        *_ints("read_once x_from_previous_kernel"),
     )
 
 
-class DirectArguments(ctypes.Structure):
-    """In tiled_direct.cu."""
+class DirectArguments(ctypes.Structure):  # in tiled_direct.cu
+    _fields_ = (("gemm", GemmArguments), *_pointers("residual norm_weight total"), *_floats("epsilon"))
 
+
+class TmaGemmArguments(ctypes.Structure):  # in tiled_wgmma.cu
+    _fields_ = _with_maps("x", (("gemm", GemmArguments),))
+
+
+class LowRankGemmArguments(ctypes.Structure):  # in tiled_wgmma.cu
+    _fields_ = _with_maps("x inner", (("gemm", GemmArguments), *_pointers("b"), *_ints("rank")))
+
+
+class GatherArguments(ctypes.Structure):  # in grouped_mm.cuh
+    _fields_ = (*_pointers("x row_slot out end"), *_ints("rows k top_k"))
+
+
+class RouteArguments(ctypes.Structure):  # in route.cu
     _fields_ = (
-        ("gemm", GemmArguments),
-        *((name, ctypes.c_void_p) for name in ("residual", "norm_weight", "total")),
-        ("epsilon", ctypes.c_float),
+        *_pointers("expert_ids counts row_slot offsets slot_row"),
+        *_ints("slots num_experts wide_ids slots_per_block"),
     )
 
 
-class TmaGemmArguments(ctypes.Structure):
-    """In tiled_wgmma.cu, aligned to the 64 bytes of its tensor map."""
-
+class RouterArguments(ctypes.Structure):  # in router.cu
     _fields_ = (
-        ("x", ctypes.c_byte * 128),
-        ("gemm", GemmArguments),
-        ("padding_", ctypes.c_byte * (-ctypes.sizeof(GemmArguments) % 64)),
+        *_pointers("logits bias scores expert_ids counts row_slot offsets slot_row"),
+        *_ints("tokens num_experts top_k tokens_per_block logits_dtype bias_dtype scores_dtype"),
+        *_ints("sigmoid normalize num_groups top_groups group_best mask_to_zero lanes_per_group"),
+        *_floats("epsilon least_sum scale"),
     )
 
 
-class LowRankGemmArguments(ctypes.Structure):
-    """In tiled_wgmma.cu, aligned to the 64 bytes of its tensor maps."""
-
-    _fields_ = (
-        *((name, ctypes.c_byte * 128) for name in ("x", "inner")),
-        ("gemm", GemmArguments),
-        ("b", ctypes.c_void_p),
-        ("rank", ctypes.c_int),
-        ("padding_", ctypes.c_byte * (-(ctypes.sizeof(GemmArguments) + 12) % 64)),
-    )
-
-
-class GatherArguments(ctypes.Structure):
-    """In grouped_mm.cuh."""
-
-    _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("x", "row_slot", "out", "end")),
-        *((name, ctypes.c_int) for name in ("rows", "k", "top_k")),
-    )
-
-
-class RouteArguments(ctypes.Structure):
-    """In route.cu."""
-
-    _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("expert_ids", "counts", "row_slot", "offsets", "slot_row")),
-        *((name, ctypes.c_int) for name in ("slots", "num_experts", "wide_ids", "slots_per_block")),
-    )
-
-
-class RouterArguments(ctypes.Structure):
-    """In router.cu."""
-
-    _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("logits", "bias", "scores", "expert_ids")),
-        *((name, ctypes.c_void_p) for name in ("counts", "row_slot", "offsets", "slot_row")),
-        *((name, ctypes.c_int) for name in ("tokens", "num_experts", "top_k", "tokens_per_block")),
-        *((name, ctypes.c_int) for name in ("logits_dtype", "bias_dtype", "scores_dtype")),
-        *((name, ctypes.c_int) for name in ("sigmoid", "normalize", "num_groups", "top_groups")),
-        *((name, ctypes.c_int) for name in ("group_best", "mask_to_zero", "lanes_per_group")),
-        *((name, ctypes.c_float) for name in ("epsilon", "least_sum", "scale")),
-    )
-
-
-class RouterLinearArguments(ctypes.Structure):
-    """In router.cu."""
-
+class RouterLinearArguments(ctypes.Structure):  # in router.cu
     _fields_ = (
         ("router", RouterArguments),
-        *((name, ctypes.c_void_p) for name in ("x", "weight", "bias", "words")),
-        *((name, ctypes.c_int) for name in ("hidden_size", "prefetch")),
-        *((name, ctypes.c_void_p) for name in ("residual", "norm_weight", "total", "normalized")),
-        ("epsilon", ctypes.c_float),
+        *_pointers("x weight bias words"),
+        *_ints("hidden_size prefetch"),
+        *_pointers("residual norm_weight total normalized"),
+        *_floats("epsilon"),
     )
 
 
-class CombineArguments(ctypes.Structure):
-    """In route.cu."""
-
+class CombineArguments(ctypes.Structure):  # in route.cu
     _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("rows", "slot_row", "slot_weight", "out")),
-        *(
-            (name, ctypes.c_int)
-            for name in ("num_rows", "tokens", "top_k", "n", "slot_weight_dtype", "rows_from_previous_kernel")
-        ),
+        *_pointers("rows slot_row slot_weight out"),
+        *_ints("num_rows tokens top_k n slot_weight_dtype rows_from_previous_kernel"),
     )
 
 
-class RowStartsArguments(ctypes.Structure):
-    """In route.cu."""
+class RowStartsArguments(ctypes.Structure):  # in route.cu
+    _fields_ = (*_pointers("offsets starts"), *_ints("num_experts rows"))
 
+
+class SwigluArguments(ctypes.Structure):  # in swiglu.cu
     _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("offsets", "starts")),
-        *((name, ctypes.c_int) for name in ("num_experts", "rows")),
+        *_pointers("gate_up offsets row_slot slot_scale bias out"),
+        *_ints("rows num_experts features slot_scale_dtype bias_dtype"),
+        *_floats("alpha limit up_shift"),
     )
 
 
-class SwigluArguments(ctypes.Structure):
-    """In swiglu.cu."""
-
+class DecodeAttentionArguments(ctypes.Structure):  # in decode_attention.cu
     _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("gate_up", "offsets", "row_slot", "slot_scale")),
-        *((name, ctypes.c_void_p) for name in ("bias", "out")),
-        *((name, ctypes.c_int) for name in ("rows", "num_experts", "features", "slot_scale_dtype", "bias_dtype")),
-        *((name, ctypes.c_float) for name in ("alpha", "limit", "up_shift")),
+        *_pointers("query key value key_cache value_cache position mask cos sin query_norm key_norm out"),
+        *_longs("query_stride key_stride value_stride mask_stride angle_stride"),
+        *_ints("key_heads groups length bool_mask prefetch"),
+        *_floats("epsilon scale"),
     )
 
 
-class DecodeAttentionArguments(ctypes.Structure):
-    """In decode_attention.cu."""
+class DequantizeArguments(ctypes.Structure):  # in dequantize.cu
+    _fields_ = (*_pointers("qdata scale global_scale out offsets"), *_longs("rows"), *_ints("rows_per_global k n"))
 
+
+class QuantizeArguments(ctypes.Structure):  # in quantize.cu
     _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("query", "key", "value", "key_cache", "value_cache", "position")),
-        *((name, ctypes.c_void_p) for name in ("mask", "cos", "sin", "query_norm", "key_norm", "out")),
-        *((name, ctypes.c_int64) for name in ("query_stride", "key_stride", "value_stride")),
-        *((name, ctypes.c_int64) for name in ("mask_stride", "angle_stride")),
-        *((name, ctypes.c_int) for name in ("key_heads", "groups", "length", "bool_mask", "prefetch")),
-        *((name, ctypes.c_float) for name in ("epsilon", "scale")),
+        *_pointers("weight codes scales scale_map amax qdata scale global_scale"),
+        *_ints("n k blocks_per_expert"),
     )
 
 
-class DequantizeArguments(ctypes.Structure):
-    """In dequantize.cu."""
-
+class ActivationArguments(ctypes.Structure):  # in activation.cu
     _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("qdata", "scale", "global_scale", "out", "offsets")),
-        ("rows", ctypes.c_int64),
-        *((name, ctypes.c_int) for name in ("rows_per_global", "k", "n")),
-        ("padding_", ctypes.c_byte * 4),
+        *_pointers("y scales offsets grad out grad_scales value"),
+        *_longs("rows"),
+        *_ints("features num_experts wide_offsets scales_dtype interleave"),
+        *_floats("alpha limit up_shift"),
     )
 
 
-class QuantizeArguments(ctypes.Structure):
-    """In quantize.cu."""
-
+class BiasArguments(ctypes.Structure):  # in bias.cu
     _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("weight", "codes", "scales", "scale_map")),
-        *((name, ctypes.c_void_p) for name in ("amax", "qdata", "scale", "global_scale")),
-        *((name, ctypes.c_int) for name in ("n", "k", "blocks_per_expert")),
+        *_pointers("rows_in offsets scale bias partial_sums out scales"),
+        *_ints("rows num_experts n wide_offsets scale_dtype scales_dtype keep_tail block_columns"),
     )
 
 
-class ActivationArguments(ctypes.Structure):
-    """In activation.cu."""
-
+class RecipeArguments(ctypes.Structure):  # in recipes.cu
     _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("y", "scales", "offsets", "grad", "out", "grad_scales", "value")),
-        ("rows", ctypes.c_int64),
-        *((name, ctypes.c_int) for name in ("features", "num_experts", "wide_offsets", "scales_dtype", "interleave")),
-        *((name, ctypes.c_float) for name in ("alpha", "limit", "up_shift")),
+        *_pointers("values ends out scales amax progress code_ends"),
+        *_longs("rows code_rows"),
+        *_ints("columns num_experts group_rows lead"),
     )
 
 
-class BiasArguments(ctypes.Structure):
-    """In bias.cu."""
-
+class WgradArguments(ctypes.Structure):  # in wgrad.cuh
     _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("rows_in", "offsets", "scale", "bias", "partial_sums", "out", "scales")),
-        *((name, ctypes.c_int) for name in ("rows", "num_experts", "n")),
-        *(
-            (name, ctypes.c_int)
-            for name in ("wide_offsets", "scale_dtype", "scales_dtype", "keep_tail", "block_columns")
-        ),
+        *_pointers("grad x offsets out"),
+        *_ints("rows first_expert num_experts n k wide_offsets accumulate narrow_out"),
     )
 
 
-class RecipeArguments(ctypes.Structure):
-    """In recipes.cu."""
+class TmaWgradArguments(ctypes.Structure):  # in wgrad_wgmma.cu
+    _fields_ = _with_maps("grad x", (("of", WgradArguments),))
 
+
+class ScaledWgradArguments(ctypes.Structure):  # in wgrad_wgmma.cu
+    _fields_ = _with_maps("grad x", (("of", WgradArguments), *_pointers("grad_scale x_scale")))
+
+
+class LinearArguments(ctypes.Structure):  # in linear.cuh
     _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("values", "ends", "out", "scales", "amax", "progress", "code_ends")),
-        *((name, ctypes.c_int64) for name in ("rows", "code_rows")),
-        *((name, ctypes.c_int) for name in ("columns", "num_experts", "group_rows", "lead")),
+        *_pointers("x weight offsets out"),
+        *_ints("rows first_expert num_experts n k wide_offsets zero_tail"),
     )
 
 
-class WgradArguments(ctypes.Structure):
-    """In wgrad.cuh."""
-
-    _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("grad", "x", "offsets", "out")),
-        *((name, ctypes.c_int) for name in ("rows", "first_expert", "num_experts", "n", "k")),
-        *((name, ctypes.c_int) for name in ("wide_offsets", "accumulate", "narrow_out")),
-    )
+class TmaLinearArguments(ctypes.Structure):  # in linear_wgmma.cu
+    _fields_ = _with_maps("weight x", (("of", LinearArguments),))
 
 
-class TmaWgradArguments(ctypes.Structure):
-    """In wgrad_wgmma.cu, aligned to the 64 bytes of its tensor maps."""
-
-    _fields_ = (
-        *((name, ctypes.c_byte * 128) for name in ("grad", "x")),
-        ("of", WgradArguments),
-        ("padding_", ctypes.c_byte * (-ctypes.sizeof(WgradArguments) % 64)),
-    )
+class ScaledLinearArguments(ctypes.Structure):  # in linear_wgmma.cu
+    _fields_ = _with_maps("weight x", (("of", LinearArguments), *_pointers("row_scale column_scale")))
 
 
-class ScaledWgradArguments(ctypes.Structure):
-    """In wgrad_wgmma.cu, aligned to the 64 bytes of its tensor maps."""
-
-    _fields_ = (
-        *((name, ctypes.c_byte * 128) for name in ("grad", "x")),
-        ("of", WgradArguments),
-        *((name, ctypes.c_void_p) for name in ("grad_scale", "x_scale")),
-        ("padding_", ctypes.c_byte * (-(ctypes.sizeof(WgradArguments) + 16) % 64)),
-    )
+class GatherLowRankArguments(ctypes.Structure):  # in gather_low_rank.cu
+    _fields_ = (("of", LinearArguments), *_pointers("row_slot gathered"), *_ints("top_k"))
 
 
-class LinearArguments(ctypes.Structure):
-    """In linear.cuh."""
-
-    _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("x", "weight", "offsets", "out")),
-        *((name, ctypes.c_int) for name in ("rows", "first_expert", "num_experts", "n", "k")),
-        *((name, ctypes.c_int) for name in ("wide_offsets", "zero_tail")),
-        ("padding_", ctypes.c_byte * 4),
-    )
+class RankWgradArguments(ctypes.Structure):  # in rank_wgrad.cu
+    _fields_ = (("of", WgradArguments), *_pointers("row_slot"), *_ints("top_k"))
 
 
-class TmaLinearArguments(ctypes.Structure):
-    """In linear_wgmma.cu, aligned to the 64 bytes of its tensor maps."""
-
-    _fields_ = (
-        *((name, ctypes.c_byte * 128) for name in ("weight", "x")),
-        ("of", LinearArguments),
-        ("padding_", ctypes.c_byte * (-ctypes.sizeof(LinearArguments) % 64)),
-    )
+class LowRankLinearArguments(ctypes.Structure):  # in linear_wgmma.cu
+    _fields_ = _with_maps("weight x b inner", (("of", LinearArguments), *_ints("rank")))
 
 
-class ScaledLinearArguments(ctypes.Structure):
-    """In linear_wgmma.cu, aligned to the 64 bytes of its tensor maps."""
-
-    _fields_ = (
-        *((name, ctypes.c_byte * 128) for name in ("weight", "x")),
-        ("of", LinearArguments),
-        *((name, ctypes.c_void_p) for name in ("row_scale", "column_scale")),
-        ("padding_", ctypes.c_byte * (-(ctypes.sizeof(LinearArguments) + 16) % 64)),
-    )
-
-
-class GatherLowRankArguments(ctypes.Structure):
-    """In gather_low_rank.cu."""
-
-    _fields_ = (
-        ("of", LinearArguments),
-        *((name, ctypes.c_void_p) for name in ("row_slot", "gathered")),
-        ("top_k", ctypes.c_int),
-        ("padding_", ctypes.c_byte * 4),
-    )
-
-
-class RankWgradArguments(ctypes.Structure):
-    """In rank_wgrad.cu."""
-
-    _fields_ = (
-        ("of", WgradArguments),
-        ("row_slot", ctypes.c_void_p),
-        ("top_k", ctypes.c_int),
-        ("padding_", ctypes.c_byte * 4),
-    )
-
-
-class LowRankLinearArguments(ctypes.Structure):
-    """In linear_wgmma.cu, aligned to the 64 bytes of its tensor maps."""
-
-    _fields_ = (
-        *((name, ctypes.c_byte * 128) for name in ("weight", "x", "b", "inner")),
-        ("of", LinearArguments),
-        ("rank", ctypes.c_int),
-        ("padding_", ctypes.c_byte * (-(ctypes.sizeof(LinearArguments) + 4) % 64)),
-    )
-
-
-class PackedLinearArguments(ctypes.Structure):
-    """In packed_wgmma.cu, aligned to the 64 bytes of its tensor maps."""
-
-    _fields_ = (
-        *((name, ctypes.c_byte * 128) for name in ("x", "b", "inner")),
-        ("of", LinearArguments),
-        *((name, ctypes.c_void_p) for name in ("qdata", "scale", "global_scale")),
-        ("rank", ctypes.c_int),
-        ("padding_", ctypes.c_byte * (-(ctypes.sizeof(LinearArguments) + 28) % 64)),
+class PackedLinearArguments(ctypes.Structure):  # in packed_wgmma.cu
+    _fields_ = _with_maps(
+        "x b inner", (("of", LinearArguments), *_pointers("qdata scale global_scale"), *_ints("rank"))
     )
