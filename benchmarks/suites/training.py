@@ -243,8 +243,8 @@ def _activation(shape: MoEShape, rows: int, offsets: Tensor) -> Iterator[Cell]:
     def torchs_backward() -> Any:
         return torch.autograd.grad(out, (leaf, leaf_scales), grad, retain_graph=True)
 
-    forward = partial(kernels.scaled_swiglu, y, scales, offsets, form=SWIGLU)
-    backward = partial(kernels.scaled_swiglu_gradient, grad, y, scales, offsets, form=SWIGLU)
+    forward = partial(kernels.scaled_activation, y, scales, offsets, form=SWIGLU)
+    backward = partial(kernels.scaled_activation_gradient, grad, y, scales, offsets, form=SWIGLU)
     _compare("the activation", forward(), torchs())
     for got, wanted in zip(backward(), torchs_backward(), strict=True):
         assert got is not None
@@ -252,13 +252,13 @@ def _activation(shape: MoEShape, rows: int, offsets: Tensor) -> Iterator[Cell]:
     calls: Calls = {"torch": torchs, "thunder_moe": forward}
     for interleave in (1, 32):
         if features % interleave == 0:
-            of = partial(kernels.scaled_swiglu, y, scales, offsets, form=SWIGLU, interleave=interleave)
+            of = partial(forward, interleave=interleave)
             calls[f"thunder_moe, interleave {interleave}"] = of
     yield "forward", y.nbytes + grad.nbytes, "torch", calls, {}
     calls = {"torch": torchs_backward, "thunder_moe": backward}
     for interleave in (1, 32):
         if features % interleave == 0:
-            of = partial(kernels.scaled_swiglu_gradient, grad, y, scales, offsets, form=SWIGLU, interleave=interleave)
+            of = partial(backward, interleave=interleave)
             calls[f"thunder_moe, interleave {interleave}"] = of
     yield "backward", 2 * y.nbytes + grad.nbytes, "torch", calls, {}
 

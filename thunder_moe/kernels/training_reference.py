@@ -39,10 +39,8 @@ __all__ = [
     "quantize",
     "quantize_columns",
     "quantized_products",
-    "scaled_srelu",
-    "scaled_srelu_gradient",
-    "scaled_swiglu",
-    "scaled_swiglu_gradient",
+    "scaled_activation",
+    "scaled_activation_gradient",
     "swiglu_gradient_and_value",
     "wgrad",
 ]
@@ -167,82 +165,69 @@ def combine_rows(rows: Tensor, offsets: Tensor, slot_row: Tensor, out: Tensor | 
     return sums if out is None else out.copy_(sums)
 
 
-def scaled_swiglu(
+def scaled_activation(
     y: Tensor,
     scales: Tensor | None = None,
     offsets: Tensor | None = None,
     *,
-    form: SwiGLUConfig,
+    form: SwiGLUConfig | None,
     interleave: int | None = None,
 ) -> Tensor:
-    """Activate (M, 2I) -> (M, I) in y's dtype, times scales (M,); float32 inside, rounded once.
+    """Activate (M, 2I) -> (M, I) by a form of SwiGLU, or (M, I) by ``relu(y)**2`` without one, times scales (M,).
+
+    It computes in float32 and rounds once, to y's dtype.
 
     Args:
         interleave: s, if gate and up alternate every s columns: ``y.view(M, I // s, 2, s)``; None: the gate's I columns
             come first.
         offsets: row ends, past which the result is zero; None: all rows are live.
     """
-    out = by_rows(lambda rows: form(*_gate_up(rows, interleave)), y)
-    return _scaled(out, scales, offsets, y.dtype)
+    out = _activated(y, None) if form is None else by_rows(lambda rows: _activated(rows, form, interleave), y)
+    if scales is not None:
+        out = out * scales.float()[:, None]
+    return _live(out, offsets).to(y.dtype).contiguous()
 
 
-def scaled_swiglu_gradient(
+def scaled_activation_gradient(
     grad: Tensor,
     y: Tensor,
     scales: Tensor | None = None,
     offsets: Tensor | None = None,
     *,
-    form: SwiGLUConfig,
+    form: SwiGLUConfig | None,
     interleave: int | None = None,
     needs: tuple[bool, bool] = (True, True),
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Return the gradients that `needs` asks for, from (M, I) of `scaled_swiglu`'s output: of y, in its dtype, and of
-    scales (M,), in theirs."""
-    gate, up = _gate_up(y, interleave)
+    """Return the gradients that `needs` asks for, from (M, I) of `scaled_activation`'s output: of y, in its dtype, and
+    of scales (M,), in theirs."""
     wide = grad.float()
     of_y = of_scales = None
     if needs[0]:
         scaled = wide if scales is None else wide * scales.float()[:, None]
-        of_y = form.gradient(scaled, torch.cat([gate, up], -1))
-        if interleave is not None:
-            of_y = of_y.unflatten(-1, (2, -1, interleave)).transpose(1, 2).flatten(1)
+        if form is None:
+            of_y = 2 * scaled * y.float().relu()
+        else:
+            of_y = form.gradient(scaled, torch.cat(_gate_up(y, interleave), -1))
+            if interleave is not None:
+                of_y = of_y.unflatten(-1, (2, -1, interleave)).transpose(1, 2).flatten(1)
         of_y = _live(of_y, offsets).to(y.dtype).contiguous()
     if needs[1] and scales is not None:
-        of_scales = _live(wide * form(gate, up), offsets).sum(-1).to(scales.dtype)
+        of_scales = _live(wide * _activated(y, form, interleave), offsets).sum(-1).to(scales.dtype)
     return of_y, of_scales
 
 
 def swiglu_gradient_and_value(
     grad: Tensor, y: Tensor, scales: Tensor | None, offsets: Tensor | None, *, form: SwiGLUConfig, needs_scales: bool
 ) -> tuple[Tensor, Tensor | None, Tensor]:
-    """Return the results of `scaled_swiglu_gradient` (for both, or y alone) and of `scaled_swiglu`."""
-    of_y, of_scales = scaled_swiglu_gradient(grad, y, scales, offsets, form=form, needs=(True, needs_scales))
+    """Return the results of `scaled_activation_gradient` (for both, or y alone) and of `scaled_activation`."""
+    of_y, of_scales = scaled_activation_gradient(grad, y, scales, offsets, form=form, needs=(True, needs_scales))
     assert of_y is not None
-    return of_y, of_scales, scaled_swiglu(y, scales, offsets, form=form)
+    return of_y, of_scales, scaled_activation(y, scales, offsets, form=form)
 
 
-def scaled_srelu(y: Tensor, scales: Tensor | None = None, offsets: Tensor | None = None) -> Tensor:
-    """Compute ``relu(y)**2`` times scales (M,): (M, I) -> (M, I); float32 inside, rounded once."""
-    return _scaled(y.float().relu().square(), scales, offsets, y.dtype)
-
-
-def scaled_srelu_gradient(
-    grad: Tensor,
-    y: Tensor,
-    scales: Tensor | None = None,
-    offsets: Tensor | None = None,
-    *,
-    needs: tuple[bool, bool] = (True, True),
-) -> tuple[Tensor | None, Tensor | None]:
-    """Return the gradients of y and of scales (M,) that `needs` asks for, from (M, I) of `scaled_srelu`'s output."""
-    wide, positive = grad.float(), y.float().relu()
-    of_y = of_scales = None
-    if needs[0]:
-        scaled = wide if scales is None else wide * scales.float()[:, None]
-        of_y = _live(2 * scaled * positive, offsets).to(y.dtype).contiguous()
-    if needs[1] and scales is not None:
-        of_scales = _live(wide * positive.square(), offsets).sum(-1).to(scales.dtype)
-    return of_y, of_scales
+def _activated(y: Tensor, form: SwiGLUConfig | None, interleave: int | None = None) -> Tensor:
+    """Return the activation (M, I) in float32."""
+    return y.float().relu().square() if form is None else form(*_gate_up(y, interleave))
 
 
 def _gate_up(y: Tensor, interleave: int | None) -> tuple[Tensor, Tensor]:
@@ -252,12 +237,6 @@ def _gate_up(y: Tensor, interleave: int | None) -> tuple[Tensor, Tensor]:
         wide = wide.unflatten(-1, (-1, 2, interleave)).transpose(1, 2).flatten(1)
     gate, up = wide.chunk(2, -1)
     return gate, up
-
-
-def _scaled(out: Tensor, scales: Tensor | None, offsets: Tensor | None, dtype: torch.dtype) -> Tensor:
-    if scales is not None:
-        out = out * scales.float()[:, None]
-    return _live(out, offsets).to(dtype).contiguous()
 
 
 def _live(tensor: Tensor, offsets: Tensor | None) -> Tensor:

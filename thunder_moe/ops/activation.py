@@ -52,9 +52,9 @@ class ActivationForm:
     interleave: int | None = None
 
     @property
-    def swiglu_config(self) -> SwiGLUConfig:
-        """Return the parameters of SwiGLU."""
-        return SwiGLUConfig(self.alpha, self.limit, self.up_shift)
+    def swiglu_config(self) -> SwiGLUConfig | None:
+        """Return the parameters of SwiGLU; None for another kind."""
+        return SwiGLUConfig(self.alpha, self.limit, self.up_shift) if self.kind == "swiglu" else None
 
     @property
     def options(self) -> dict[str, Any]:
@@ -80,26 +80,9 @@ class ActivationForm:
         return columns // 2 if self.kind == "swiglu" else columns
 
     def run(self, y: Tensor, scales: Tensor | None, ends: Tensor | None) -> Tensor:
-        kernels = training_kernels(y.device)
-        out: Tensor
-        if self.kind == "srelu":
-            out = kernels.scaled_srelu(y, scales, ends)
-        else:
-            out = kernels.scaled_swiglu(y, scales, ends, form=self.swiglu_config, interleave=self.interleave)
+        run = training_kernels(y.device).scaled_activation
+        out: Tensor = run(y, scales, ends, form=self.swiglu_config, interleave=self.interleave)
         return out
-
-    def gradient(
-        self, grad: Tensor, y: Tensor, scales: Tensor | None, ends: Tensor | None, needs: tuple[bool, bool]
-    ) -> tuple[Tensor | None, Tensor | None]:
-        kernels = training_kernels(y.device)
-        grads: tuple[Tensor | None, Tensor | None]
-        if self.kind == "srelu":
-            grads = kernels.scaled_srelu_gradient(grad, y, scales, ends, needs=needs)
-        else:
-            grads = kernels.scaled_swiglu_gradient(
-                grad, y, scales, ends, form=self.swiglu_config, interleave=self.interleave, needs=needs
-            )
-        return grads
 
 
 def _ends(offsets: Tensor | None, y: Tensor) -> Tensor | None:
@@ -138,7 +121,8 @@ def _scaled_activation_backward(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Return the gradients of y and of scales, empty where they are not needed."""
     form = ActivationForm(kind, alpha, limit, up_shift, interleave)
-    grads = form.gradient(grad, y, scales, _ends(offsets, y), (needs_y, needs_scales))
+    options: dict[str, Any] = dict(form=form.swiglu_config, interleave=form.interleave, needs=(needs_y, needs_scales))
+    grads = training_kernels(y.device).scaled_activation_gradient(grad, y, scales, _ends(offsets, y), **options)
     of_y, of_scales = (y.new_empty(0) if of is None else of for of in grads)
     return of_y, of_scales
 

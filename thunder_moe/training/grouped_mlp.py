@@ -197,10 +197,10 @@ class NVFP4GroupedMLP(nn.Module):
         early = None if by_operators else scales  # the factors that the rows of the down projection have already
         fusible = form is not None and form.kind == "swiglu" and form.interleave is None
         if fusible and form is not None and calls_only_its_class(gate_up, NVFP4GroupedLinear):
-            (format, layout, tensors), config = gate_up.read(), form.swiglu_config
+            format, layout, tensors = gate_up.read()
             rows = operator_for("f16a_nvfp4weight_grouped_swiglu", format)(
                 x, *tensors, ends, None, None, gate_up.local_bias,
-                layout=layout, alpha=config.alpha, limit=config.limit, up_shift=config.up_shift,
+                layout=layout, alpha=form.alpha, limit=form.limit, up_shift=form.up_shift,
             )  # fmt: skip
             rows = rows if early is None else ops.grouped_bias(rows, ends, None, None, early)
         elif form is not None:

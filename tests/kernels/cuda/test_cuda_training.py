@@ -65,14 +65,9 @@ def test_activations(device, dtype, features, interleave, form):
     exact, exact_scales = y[:end].double().requires_grad_(), scales[:end].double().requires_grad_()
     expected = (swiglu64 if form else srelu64)(exact, exact_scales, form, interleave)
     expected.backward(grad[:end].double())
-    if form is None:
-        out = training.scaled_srelu(y, scales, offsets)
-        grad_y, grad_scales = training.scaled_srelu_gradient(grad, y, scales, offsets)
-    else:
-        out = training.scaled_swiglu(y, scales, offsets, form=form, interleave=interleave)
-        grad_y, grad_scales = training.scaled_swiglu_gradient(
-            grad, y, scales, offsets, form=form, interleave=interleave
-        )
+    options = dict(form=form, interleave=interleave)
+    out = training.scaled_activation(y, scales, offsets, **options)
+    grad_y, grad_scales = training.scaled_activation_gradient(grad, y, scales, offsets, **options)
     assert (out.dtype, grad_y.dtype, grad_scales.dtype) == (dtype, dtype, scales.dtype)
     assert error(out[:end], expected.detach()) < TOLERANCE[dtype]
     assert error(grad_y[:end], exact.grad) < TOLERANCE[dtype]
@@ -95,8 +90,8 @@ def test_activations_without_scales_and_offsets_of_strided_operands(device):
     exact = y.double().requires_grad_()
     expected = swiglu64(exact, torch.ones(9, device=device), SwiGLUConfig(), None)
     expected.sum().backward()
-    out = training.scaled_swiglu(y, form=SwiGLUConfig())
-    grad_y, grad_scales = training.scaled_swiglu_gradient(grad, y, form=SwiGLUConfig())
+    out = training.scaled_activation(y, form=SwiGLUConfig())
+    grad_y, grad_scales = training.scaled_activation_gradient(grad, y, form=SwiGLUConfig())
     assert error(out, expected.detach()) < 4e-3
     assert error(grad_y, exact.grad) < 4e-3
     assert grad_scales is None
@@ -104,8 +99,8 @@ def test_activations_without_scales_and_offsets_of_strided_operands(device):
 
 def test_nan_stays_nan(device):
     y = torch.full((1, 16), float("nan"), device=device, dtype=torch.bfloat16)
-    assert training.scaled_swiglu(y, form=FORMS[1]).isnan().all()
-    assert training.scaled_srelu(y).isnan().all()
+    assert training.scaled_activation(y, form=FORMS[1]).isnan().all()
+    assert training.scaled_activation(y, form=None).isnan().all()
 
 
 @pytest.mark.slow
@@ -117,8 +112,8 @@ def test_a_row_of_a_whole_block(device):
     exact, exact_scales = y.double().requires_grad_(), scales.double().requires_grad_()
     expected = swiglu64(exact, exact_scales, SwiGLUConfig(), None)
     expected.backward(grad.double())
-    grad_y, grad_scales = training.scaled_swiglu_gradient(grad, y, scales, form=SwiGLUConfig())
-    assert error(training.scaled_swiglu(y, scales, form=SwiGLUConfig()), expected.detach()) < 1e-5
+    grad_y, grad_scales = training.scaled_activation_gradient(grad, y, scales, form=SwiGLUConfig())
+    assert error(training.scaled_activation(y, scales, form=SwiGLUConfig()), expected.detach()) < 1e-5
     assert error(grad_y, exact.grad) < 1e-5
     assert error(grad_scales, exact_scales.grad) < 1e-5
 

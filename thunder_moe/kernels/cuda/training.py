@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -53,10 +52,8 @@ __all__ = [
     "quantize",
     "quantize_columns",
     "quantized_products",
-    "scaled_srelu",
-    "scaled_srelu_gradient",
-    "scaled_swiglu",
-    "scaled_swiglu_gradient",
+    "scaled_activation",
+    "scaled_activation_gradient",
     "swiglu_gradient_and_value",
     "wgrad",
     "zero_past_end",
@@ -262,58 +259,55 @@ def combine_rows(rows: Tensor, offsets: Tensor, slot_row: Tensor, out: Tensor | 
     return backend.combine(rows, slot_row, None, out=out)
 
 
-def scaled_swiglu(
+def scaled_activation(
     y: Tensor,
     scales: Tensor | None = None,
     offsets: Tensor | None = None,
     *,
-    form: SwiGLUConfig,
+    form: SwiGLUConfig | None,
     interleave: int | None = None,
 ) -> Tensor:
-    """Activate (M, 2I) -> (M, I) in y's dtype, times scales (M,); float32 inside, rounded once."""
-    return _forward(_Input(y, scales, offsets, form, interleave))
+    """Activate (M, 2I) -> (M, I) by a form of SwiGLU, or (M, I) by ``relu(y)**2`` without one, times scales (M,).
+
+    It computes in float32 and rounds once, to y's dtype.
+    """
+    out = y.new_empty(y.shape[0], _features(y, form))
+    if out.numel() > 0:
+        _activation("activation_forward", y, scales, offsets, form, interleave, out)
+    return out
 
 
-def scaled_swiglu_gradient(
+def scaled_activation_gradient(
     grad: Tensor,
     y: Tensor,
     scales: Tensor | None = None,
     offsets: Tensor | None = None,
     *,
-    form: SwiGLUConfig,
+    form: SwiGLUConfig | None,
     interleave: int | None = None,
     needs: tuple[bool, bool] = (True, True),
+    value: Tensor | None = None,
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Return the gradients that `needs` asks for, from (M, I) of `scaled_swiglu`'s output: of y, in its dtype, and of
-    scales (M,), in theirs: sums in an order that depends on I alone."""
-    return _backward(grad, _Input(y, scales, offsets, form, interleave), needs)
+    """Return the gradients that `needs` asks for, from (M, I) of `scaled_activation`'s output: of y, in its dtype, and
+    of scales (M,), in theirs: sums in an order that depends on I alone. `value` gets the output, if it is given."""
+    out = y.new_empty(y.shape) if needs[0] else None
+    of_scales = torch.zeros(len(y), dtype=scales.dtype, device=y.device) if needs[1] and scales is not None else None
+    if y.numel() > 0 and (out is not None or of_scales is not None):
+        grad = grad.to(y.dtype)
+        _activation("activation_backward", y, scales, offsets, form, interleave, out, grad, of_scales, value)
+    return out, of_scales
 
 
 def swiglu_gradient_and_value(
     grad: Tensor, y: Tensor, scales: Tensor | None, offsets: Tensor | None, *, form: SwiGLUConfig, needs_scales: bool
 ) -> tuple[Tensor, Tensor | None, Tensor]:
-    """Return the results of `scaled_swiglu_gradient` (for both, or y alone) and of `scaled_swiglu`, in one pass."""
+    """Return the results of `scaled_activation_gradient` (for both, or y alone) and of `scaled_activation`, in one
+    pass."""
     value = torch.empty_like(grad, dtype=y.dtype, memory_format=torch.contiguous_format)
-    of_y, of_scales = _backward(grad, _Input(y, scales, offsets, form), (True, needs_scales), value)
+    needs = True, needs_scales
+    of_y, of_scales = scaled_activation_gradient(grad, y, scales, offsets, form=form, needs=needs, value=value)
     assert of_y is not None
     return of_y, of_scales, value
-
-
-def scaled_srelu(y: Tensor, scales: Tensor | None = None, offsets: Tensor | None = None) -> Tensor:
-    """Compute ``relu(y)**2`` times scales (M,): (M, I) -> (M, I); float32 inside, rounded once."""
-    return _forward(_Input(y, scales, offsets))
-
-
-def scaled_srelu_gradient(
-    grad: Tensor,
-    y: Tensor,
-    scales: Tensor | None = None,
-    offsets: Tensor | None = None,
-    *,
-    needs: tuple[bool, bool] = (True, True),
-) -> tuple[Tensor | None, Tensor | None]:
-    """Return the gradients of y and of scales (M,) that `needs` asks for, from (M, I) of `scaled_srelu`'s output."""
-    return _backward(grad, _Input(y, scales, offsets), needs)
 
 
 def _check_dtype(rows: Tensor) -> None:
@@ -363,48 +357,21 @@ def _ends(offsets: Tensor, rows: int) -> Tensor:
     return backend.row_starts(offsets.to(torch.int32), rows)[1:]
 
 
-class _Input(NamedTuple):
-    """The operands of an activation: y (M, 2I) with a form of SwiGLU, else (M, I); the rest as in `scaled_swiglu`."""
-
-    y: Tensor
-    scales: Tensor | None
-    offsets: Tensor | None
-    form: SwiGLUConfig | None = None
-    interleave: int | None = None
-
-    @property
-    def features(self) -> int:
-        """Return I."""
-        return self.y.shape[1] // (1 if self.form is None else 2)
-
-
-def _forward(of: _Input) -> Tensor:
-    out = of.y.new_empty(of.y.shape[0], of.features)
-    if out.numel() > 0:
-        _activation("activation_forward", of, out)
-    return out
-
-
-def _backward(
-    grad: Tensor, of: _Input, needs: tuple[bool, bool], value: Tensor | None = None
-) -> tuple[Tensor | None, Tensor | None]:
-    y, scales = of.y, of.scales
-    out = y.new_empty(y.shape) if needs[0] else None
-    of_scales = torch.zeros(len(y), dtype=scales.dtype, device=y.device) if needs[1] and scales is not None else None
-    if y.numel() > 0 and (out is not None or of_scales is not None):
-        _activation("activation_backward", of, out, grad.to(y.dtype), of_scales, value)
-    return out, of_scales
+def _features(y: Tensor, form: SwiGLUConfig | None) -> int:
+    """Return I."""
+    return y.shape[1] // (1 if form is None else 2)
 
 
 def _activation(
-    kernel: str, of: _Input, out: Tensor | None, grad: Tensor | None = None, of_scales: Tensor | None = None,
+    kernel: str, y: Tensor, scales: Tensor | None, offsets: Tensor | None, form: SwiGLUConfig | None,
+    interleave: int | None, out: Tensor | None, grad: Tensor | None = None, of_scales: Tensor | None = None,
     value: Tensor | None = None,
 ) -> None:  # fmt: skip
-    y, scales, offsets, form, interleave = of
-    y, scales, features = y.detach().contiguous(), as_kernel_float(scales), of.features
+    y, scales, features = y.detach().contiguous(), as_kernel_float(scales), _features(y, form)
     offsets = None if offsets is None else offsets.contiguous()
     grad = None if grad is None else grad.detach().contiguous()
-    run, pack = interleave or features, -1  # see load_gate_up
+    run = interleave if form is not None and interleave else features
+    pack = -1  # see load_gate_up
     if _vectors(features, y, grad, out, value) == "true":
         pack = run if form is not None and run in (1, 2, 4) else 0 if form is None or run % 8 == 0 else -1
     per_row = _THREADS if features >= _BLOCK_FEATURES else 32
