@@ -1,5 +1,5 @@
 """The choice between `moe_linear_router`, and a router's linear layer with `moe_router` behind it.
-Called by nn.llama4 and integrations.huggingface; calls kernels.batch_invariance and nn.linear.
+Called by nn.llama4 and integrations.huggingface; calls kernels.batch_invariance, nn.autocast and nn.linear.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from thunder_moe.kernels.batch_invariance import is_batch_invariant
+from thunder_moe.nn.autocast import autocast_dtype
 from thunder_moe.nn.linear import traced_by_thunder
 from thunder_moe.ops.checks import ACTIVATION_DTYPES
 from thunder_moe.routing import LINEAR_ROUTER_TOKENS
@@ -21,9 +22,12 @@ def is_one_operator(hidden_TH: Tensor, weight: Any) -> bool:
     """True if `moe_linear_router` computes the logits, too.
 
     It does so in all graphs of inference, because it reads the batch-invariant mode when it runs. A linear layer of
-    torch does not. In eager inference on CUDA it saves a launch for few tokens.
+    torch does not. In eager inference on CUDA it saves a launch for few tokens. Under autocast a linear layer has other
+    operands.
     """
     if torch.is_grad_enabled() or traced_by_thunder() or hidden_TH.dtype != weight.dtype:
+        return False
+    if autocast_dtype(hidden_TH) is not None:
         return False
     if torch.compiler.is_compiling():
         return hidden_TH.dtype in ACTIVATION_DTYPES

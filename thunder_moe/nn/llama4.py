@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from thunder_moe.formats.checks import require_type
-from thunder_moe.nn.autocast import autocast_dtype, autocast_rows
+from thunder_moe.nn.autocast import autocast_rows
 from thunder_moe.nn.grouped_linear import require_at_least
 from thunder_moe.nn.linear_router import is_one_operator
 from thunder_moe.nn.quantized import calls_only_its_class, weights_to_fuse
@@ -148,7 +148,7 @@ class Llama4MoE(nn.Module):
     def run_routed_experts(self, x_TH: Tensor) -> Tensor:
         """Run the routed experts without the shared one, weighted by the router: (T, H) -> (T, H)."""
         weights, router = weights_to_fuse(self.routed_experts), self.router
-        plain = calls_only_its_class(router, nn.Linear) and autocast_dtype(x_TH) is None
+        plain = calls_only_its_class(router, nn.Linear)
         if weights is None or not plain or not is_one_operator(x_TH, router.weight):
             return self.run_experts_by(self.router(x_TH), x_TH)
         options: dict[str, Any] = dict(top_k=self.top_k, score="sigmoid", normalize=False, scores_dtype=torch.float32)

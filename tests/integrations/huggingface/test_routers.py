@@ -486,7 +486,7 @@ def test_one_operator_with_the_linear_layer_is_for_inference_on_cuda_and_in_grap
     weight = torch.zeros(4, 8, dtype=torch.bfloat16)
 
     def on_cuda(dtype=torch.bfloat16, tokens=3):
-        return SimpleNamespace(is_cuda=True, dtype=dtype, shape=(tokens, 8))
+        return SimpleNamespace(is_cuda=True, dtype=dtype, shape=(tokens, 8), device=torch.device("cuda"))
 
     with torch.no_grad():
         assert routers.is_one_operator(on_cuda(), weight)
@@ -520,6 +520,21 @@ def test_experts_take_the_order_of_the_one_operator_in_compiled_graphs(monkeypat
     assert "moe_route(" not in code
     assert "moe_router(" not in code
     assert relative_error(found, wanted) < 1e-5
+
+
+def test_llama4s_router_under_autocast_in_a_compiled_graph():
+    layer = tiny_model("llama4").model.layers[0].feed_forward
+    routed, x = copy.deepcopy(layer), torch.randn(1, 9, layer.hidden_dim)
+    llama4 = importlib.import_module("thunder_moe.integrations.huggingface.llama4")
+    llama4.route_layer(routed, RowOrders())
+    choose = torch.compile(routed.router.choose, fullgraph=True, backend="eager")
+    with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
+        wanted, logits = layer.router(x[0])
+        scores, own_logits, ids = choose(x[0])
+    assert own_logits.dtype == logits.dtype == scores.dtype == torch.bfloat16
+    assert torch.equal(own_logits, logits)
+    assert torch.equal(scores, wanted.gather(1, ids))
+    assert torch.equal(ids.sort()[0], logits.topk(ids.shape[1])[1].sort()[0])
 
 
 def test_a_model_on_meta_runs():
