@@ -27,7 +27,7 @@ from thunder_moe.ops.grouped_linear import (
     check_row_scale,
     int32_offsets,
     needs_gradient,
-    register_training_operator,
+    training_operator,
 )
 
 __all__ = ["KINDS", "ActivationForm"]
@@ -97,23 +97,15 @@ def _check(y: Tensor, scales: Tensor | None, offsets: Tensor | None, form: Activ
         check_offsets(offsets, offsets.shape[0], y)
 
 
-def _scaled_activation(
-    y: Tensor, scales: Tensor | None = None, offsets: Tensor | None = None, *, kind: str = "swiglu",
-    alpha: float = 1.0, limit: float | None = None, up_shift: float = 0.0, interleave: int | None = None,
-) -> Tensor:  # fmt: skip
-    refuse_forward_ad()
-    form = ActivationForm(kind, alpha, limit, up_shift, interleave)
-    _check(y, scales, offsets, form)
-    return form.run(y, scales, _ends(offsets, y))
+def _fake_backward(
+    grad: Tensor, y: Tensor, scales: Tensor | None, offsets: Tensor | None, needs_y: bool, needs_scales: bool,
+    **form: Any,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    of_y = y.new_empty(y.shape if needs_y else 0)
+    return of_y, y.new_empty(0) if scales is None or not needs_scales else scales.new_empty(y.shape[0])
 
 
-def _fake_scaled_activation(
-    y: Tensor, scales: Tensor | None = None, offsets: Tensor | None = None, **form: Any
-) -> Tensor:
-    _check(y, scales, offsets, ActivationForm(**form))
-    return y.new_empty(y.shape[0], ActivationForm(**form).width(y.shape[1]))
-
-
+@training_operator(_fake_backward)
 def _scaled_activation_backward(
     grad: Tensor, y: Tensor, scales: Tensor | None, offsets: Tensor | None, needs_y: bool, needs_scales: bool, *,
     kind: str = "swiglu", alpha: float = 1.0, limit: float | None = None, up_shift: float = 0.0,
@@ -127,38 +119,9 @@ def _scaled_activation_backward(
     return of_y, of_scales
 
 
-def _fake_scaled_activation_backward(
-    grad: Tensor, y: Tensor, scales: Tensor | None, offsets: Tensor | None, needs_y: bool, needs_scales: bool,
-    **form: Any,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    of_y = y.new_empty(y.shape) if needs_y else y.new_empty(0)
-    wanted = needs_scales and scales is not None
-    return of_y, y.new_empty(y.shape[0], dtype=scales.dtype) if wanted and scales is not None else y.new_empty(0)
-
-
-def _activated_grouped_linear(
-    y: Tensor, weight: Tensor, offsets: Tensor, scales: Tensor | None = None, bias: Tensor | None = None,
-    recipe: str | None = None, *, kind: str = "swiglu", alpha: float = 1.0, limit: float | None = None,
-    up_shift: float = 0.0, interleave: int | None = None,
-) -> Tensor:  # fmt: skip
-    form = ActivationForm(kind, alpha, limit, up_shift, interleave)
-    _check(y, scales, offsets, form)
-    rows = form.run(y, scales, int32_offsets(offsets, y.shape[0], "y"))
-    bias_scale = None if bias is None else scales
-    out: Tensor = torch.ops.thunder_moe.grouped_linear(rows, weight, offsets, bias, bias_scale, recipe)
-    return out
-
-
-def _fake_activated_grouped_linear(
-    y: Tensor, weight: Tensor, offsets: Tensor, scales: Tensor | None = None, bias: Tensor | None = None,
-    recipe: str | None = None, **form: Any,
-) -> Tensor:  # fmt: skip
+def _fake(y: Tensor, scales: Tensor | None = None, offsets: Tensor | None = None, **form: Any) -> Tensor:
     _check(y, scales, offsets, ActivationForm(**form))
-    check_recipe(recipe, y.dtype)
-    return y.new_empty(y.shape[0], weight.shape[1])
-
-
-# ---- gradients
+    return y.new_empty(y.shape[0], ActivationForm(**form).width(y.shape[1]))
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: dict[str, Any], output: Any) -> None:
@@ -172,6 +135,26 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Non
     needs = needs_gradient(ctx, 2)
     of = torch.ops.thunder_moe.scaled_activation_backward(grad, y, scales, offsets, *needs, **ctx.form)
     return of[0] if needs[0] else None, of[1] if needs[1] else None, None
+
+
+@training_operator(_fake, backward=_backward, setup_context=_setup_context)
+def _scaled_activation(
+    y: Tensor, scales: Tensor | None = None, offsets: Tensor | None = None, *, kind: str = "swiglu",
+    alpha: float = 1.0, limit: float | None = None, up_shift: float = 0.0, interleave: int | None = None,
+) -> Tensor:  # fmt: skip
+    refuse_forward_ad()
+    form = ActivationForm(kind, alpha, limit, up_shift, interleave)
+    _check(y, scales, offsets, form)
+    return form.run(y, scales, _ends(offsets, y))
+
+
+def _fake_linear(
+    y: Tensor, weight: Tensor, offsets: Tensor, scales: Tensor | None = None, bias: Tensor | None = None,
+    recipe: str | None = None, **form: Any,
+) -> Tensor:  # fmt: skip
+    _check(y, scales, offsets, ActivationForm(**form))
+    check_recipe(recipe, y.dtype)
+    return y.new_empty(y.shape[0], weight.shape[1])
 
 
 def _setup_linear_context(ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: dict[str, Any], output: Any) -> None:
@@ -208,13 +191,15 @@ def _linear_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     return of_y if needs_y else None, of_weight, None, of_scales if needs_scales else None, of_bias, None
 
 
-register_training_operator(_scaled_activation_backward, _fake_scaled_activation_backward)
-register_training_operator(
-    _scaled_activation, _fake_scaled_activation, backward=_backward, setup_context=_setup_context
-)
-register_training_operator(
-    _activated_grouped_linear,
-    _fake_activated_grouped_linear,
-    backward=_linear_backward,
-    setup_context=_setup_linear_context,
-)
+@training_operator(_fake_linear, backward=_linear_backward, setup_context=_setup_linear_context)
+def _activated_grouped_linear(
+    y: Tensor, weight: Tensor, offsets: Tensor, scales: Tensor | None = None, bias: Tensor | None = None,
+    recipe: str | None = None, *, kind: str = "swiglu", alpha: float = 1.0, limit: float | None = None,
+    up_shift: float = 0.0, interleave: int | None = None,
+) -> Tensor:  # fmt: skip
+    form = ActivationForm(kind, alpha, limit, up_shift, interleave)
+    _check(y, scales, offsets, form)
+    rows = form.run(y, scales, int32_offsets(offsets, y.shape[0], "y"))
+    bias_scale = None if bias is None else scales
+    out: Tensor = torch.ops.thunder_moe.grouped_linear(rows, weight, offsets, bias, bias_scale, recipe)
+    return out

@@ -16,7 +16,7 @@ Legend: M rows sorted by expert, E experts, N out_features, K in_features; offse
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -34,8 +34,11 @@ __all__ = [
     "check_row_scale",
     "int32_offsets",
     "needs_gradient",
-    "register_training_operator",
+    "training_operator",
 ]
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 def check_offsets(offsets: Tensor, experts: int, like: Tensor) -> None:
@@ -75,28 +78,35 @@ def is_floating(tensor: Tensor) -> bool:
     return dtype.is_floating_point if isinstance(dtype, torch.dtype) else "float" in str(dtype)
 
 
+def _returns_nothing(*args: Any) -> None:
+    """Stand in, as the fake, for operators that write alone."""
+
+
 def int32_offsets(offsets: Tensor, rows: int, of: str = "x") -> Tensor:
     """Return the offsets as kernels take them, after `check_offset_values`."""
     check_offset_values(offsets, rows, of)
     return offsets.to(torch.int32)
 
 
-def register_training_operator(
-    kernel: Callable[..., Any],
-    fake: Callable[..., Any],
+def training_operator(
+    fake: Callable[..., Any] = _returns_nothing,
     *,
     backward: Callable[..., Any] | None = None,
     setup_context: Callable[..., Any] | None = None,
     mutates: tuple[str, ...] = (),
-) -> torch.library.Library:
-    """Register an operator with the name of its kernel, which begins with "_". Without a `backward`, a gradient through
-    its results is an error; torch would take them for constants."""
-    name = kernel.__name__.removeprefix("_")
-    library, _ = define(name, torch.library.infer_schema(kernel, mutates_args=mutates), kernel, fake)
-    if not mutates:
-        refuse = _refuse_double_backward(name) if backward is None else backward
-        torch.library.register_autograd(f"thunder_moe::{name}", refuse, setup_context=setup_context, lib=library)
-    return library
+) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Decorate the kernel of an operator, whose name is the kernel's behind the "_". Without a `backward`, a gradient
+    through its results is an error; torch would take them for constants."""
+
+    def register(kernel: Callable[P, R]) -> Callable[P, R]:
+        name = kernel.__name__.removeprefix("_")
+        library, _ = define(name, torch.library.infer_schema(kernel, mutates_args=mutates), kernel, fake)
+        if not mutates:
+            refuse = _refuse_double_backward(name) if backward is None else backward
+            torch.library.register_autograd(f"thunder_moe::{name}", refuse, setup_context=setup_context, lib=library)
+        return kernel
+
+    return register
 
 
 def needs_gradient(ctx: Any, count: int) -> tuple[bool, ...]:
@@ -116,7 +126,7 @@ def _refuse_double_backward(name: str) -> Callable[..., Any]:
 
 
 def check_linear(
-    x: Tensor, weight: Tensor, offsets: Tensor, bias: Tensor | None, bias_scale: Tensor | None,
+    x: Tensor, weight: Tensor, offsets: Tensor, bias: Tensor | None = None, bias_scale: Tensor | None = None,
     recipe: str | None = None,
 ) -> None:  # fmt: skip
     require(x.ndim == 2 and x.shape[1] == weight.shape[2], "x", x, f"shape (rows, in_features = {weight.shape[2]})")
@@ -134,73 +144,9 @@ def check_linear(
         raise ValueError("bias_scale: got a tensor without a bias to scale, wanted None")
 
 
-def _grouped_linear(
-    x: Tensor, weight: Tensor, offsets: Tensor, bias: Tensor | None = None, bias_scale: Tensor | None = None,
-    recipe: str | None = None,
-) -> Tensor:  # fmt: skip
-    refuse_forward_ad()
-    check_linear(x, weight, offsets, bias, bias_scale, recipe)
-    ends = int32_offsets(offsets, x.shape[0])
-    out: Tensor = training_products(x.device, recipe).grouped_mm(x, weight, ends)
-    if bias is not None:
-        out = training_kernels(x.device).add_bias(out, ends, bias, bias_scale, out=out)
-    return out
-
-
-def _fake_grouped_linear(
-    x: Tensor, weight: Tensor, offsets: Tensor, bias: Tensor | None = None, bias_scale: Tensor | None = None,
-    recipe: str | None = None,
-) -> Tensor:  # fmt: skip
-    check_linear(x, weight, offsets, bias, bias_scale, recipe)
+def _fake_linear(x: Tensor, weight: Tensor, *others: Any) -> Tensor:
+    check_linear(x, weight, *others)
     return x.new_empty(x.shape[0], weight.shape[1])
-
-
-def _grouped_linear_out(
-    x: Tensor, weight: Tensor, offsets: Tensor, bias: Tensor | None, bias_scale: Tensor | None, out: Tensor,
-    recipe: str | None = None,
-) -> None:  # fmt: skip
-    check_linear(x, weight, offsets, bias, bias_scale, recipe)
-    ends = int32_offsets(offsets, x.shape[0])
-    training_products(x.device, recipe).grouped_mm(x, weight, ends, out=out)
-    if bias is not None:
-        training_kernels(x.device).add_bias(out, ends, bias, bias_scale, out=out)
-
-
-def _grouped_linear_dgrad(grad: Tensor, weight: Tensor, offsets: Tensor, recipe: str | None = None) -> Tensor:
-    ends = int32_offsets(offsets, grad.shape[0], "grad")
-    out: Tensor = training_products(grad.device, recipe).dgrad(grad, weight, ends)
-    return out
-
-
-def _fake_grouped_linear_dgrad(grad: Tensor, weight: Tensor, offsets: Tensor, recipe: str | None = None) -> Tensor:
-    return grad.new_empty(grad.shape[0], weight.shape[2])
-
-
-def _grouped_linear_dgrad_out(
-    grad: Tensor, weight: Tensor, offsets: Tensor, out: Tensor, recipe: str | None = None
-) -> None:
-    ends = int32_offsets(offsets, grad.shape[0], "grad")
-    training_products(grad.device, recipe).dgrad(grad, weight, ends, out=out)
-
-
-def _grouped_linear_wgrad(x: Tensor, grad: Tensor, offsets: Tensor, recipe: str | None = None) -> Tensor:
-    out: Tensor = training_products(x.device, recipe).wgrad(x, grad, int32_offsets(offsets, x.shape[0]))
-    return out
-
-
-def _fake_grouped_linear_wgrad(x: Tensor, grad: Tensor, offsets: Tensor, recipe: str | None = None) -> Tensor:
-    return x.new_empty(offsets.shape[0], grad.shape[1], x.shape[1])
-
-
-def _grouped_linear_wgrad_out(
-    x: Tensor, grad: Tensor, offsets: Tensor, main_grad: Tensor, accumulate: bool, recipe: str | None = None
-) -> None:
-    ends = int32_offsets(offsets, x.shape[0])
-    training_products(x.device, recipe).wgrad(x, grad, ends, out=main_grad, accumulate=accumulate)
-
-
-def _writes_only(*args: Any) -> None:
-    """Stand in, as the fake, for operators that return nothing."""
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
@@ -232,72 +178,67 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     )
 
 
+@training_operator(_fake_linear, backward=_backward, setup_context=_setup_context)
+def _grouped_linear(
+    x: Tensor, weight: Tensor, offsets: Tensor, bias: Tensor | None = None, bias_scale: Tensor | None = None,
+    recipe: str | None = None,
+) -> Tensor:  # fmt: skip
+    refuse_forward_ad()
+    check_linear(x, weight, offsets, bias, bias_scale, recipe)
+    ends = int32_offsets(offsets, x.shape[0])
+    out: Tensor = training_products(x.device, recipe).grouped_mm(x, weight, ends)
+    if bias is not None:
+        out = training_kernels(x.device).add_bias(out, ends, bias, bias_scale, out=out)
+    return out
+
+
+@training_operator(mutates=("out",))
+def _grouped_linear_out(
+    x: Tensor, weight: Tensor, offsets: Tensor, bias: Tensor | None, bias_scale: Tensor | None, out: Tensor,
+    recipe: str | None = None,
+) -> None:  # fmt: skip
+    check_linear(x, weight, offsets, bias, bias_scale, recipe)
+    ends = int32_offsets(offsets, x.shape[0])
+    training_products(x.device, recipe).grouped_mm(x, weight, ends, out=out)
+    if bias is not None:
+        training_kernels(x.device).add_bias(out, ends, bias, bias_scale, out=out)
+
+
+@training_operator(lambda grad, weight, *_: grad.new_empty(grad.shape[0], weight.shape[2]))
+def _grouped_linear_dgrad(grad: Tensor, weight: Tensor, offsets: Tensor, recipe: str | None = None) -> Tensor:
+    ends = int32_offsets(offsets, grad.shape[0], "grad")
+    out: Tensor = training_products(grad.device, recipe).dgrad(grad, weight, ends)
+    return out
+
+
+@training_operator(mutates=("out",))
+def _grouped_linear_dgrad_out(
+    grad: Tensor, weight: Tensor, offsets: Tensor, out: Tensor, recipe: str | None = None
+) -> None:
+    ends = int32_offsets(offsets, grad.shape[0], "grad")
+    training_products(grad.device, recipe).dgrad(grad, weight, ends, out=out)
+
+
+@training_operator(lambda x, grad, offsets, *_: x.new_empty(offsets.shape[0], grad.shape[1], x.shape[1]))
+def _grouped_linear_wgrad(x: Tensor, grad: Tensor, offsets: Tensor, recipe: str | None = None) -> Tensor:
+    out: Tensor = training_products(x.device, recipe).wgrad(x, grad, int32_offsets(offsets, x.shape[0]))
+    return out
+
+
+@training_operator(mutates=("main_grad",))
+def _grouped_linear_wgrad_out(
+    x: Tensor, grad: Tensor, offsets: Tensor, main_grad: Tensor, accumulate: bool, recipe: str | None = None
+) -> None:
+    ends = int32_offsets(offsets, x.shape[0])
+    training_products(x.device, recipe).wgrad(x, grad, ends, out=main_grad, accumulate=accumulate)
+
+
 # ---- biases
 
 
-def _grouped_bias(
-    y: Tensor,
-    offsets: Tensor,
-    bias: Tensor | None = None,
-    bias_scale: Tensor | None = None,
-    scales: Tensor | None = None,
-) -> Tensor:
-    refuse_forward_ad()
-    ends = int32_offsets(offsets, y.shape[0], "y")
-    out: Tensor = training_kernels(y.device).add_bias(y, ends, bias, bias_scale, scales)
-    return out
-
-
-def _fake_grouped_bias(
-    y: Tensor,
-    offsets: Tensor,
-    bias: Tensor | None = None,
-    bias_scale: Tensor | None = None,
-    scales: Tensor | None = None,
-) -> Tensor:
-    check_row_scale("scales", scales, (y.shape[0],), y)
+def _fake_bias(y: Tensor, *others: Tensor | None) -> Tensor:
+    check_row_scale("scales", (*others, None, None, None, None)[3], (y.shape[0],), y)
     return torch.empty_like(y, memory_format=torch.contiguous_format)
-
-
-def _grouped_bias_grad(grad: Tensor, offsets: Tensor, scale: Tensor | None = None) -> Tensor:
-    ends = int32_offsets(offsets, grad.shape[0], "grad")
-    out: Tensor = training_kernels(grad.device).bias_grad(grad, ends, scale)
-    return out
-
-
-def _fake_grouped_bias_grad(grad: Tensor, offsets: Tensor, scale: Tensor | None = None) -> Tensor:
-    return grad.new_empty(offsets.shape[0], grad.shape[1], dtype=torch.float32)
-
-
-def _grouped_bias_scale_grad(grad: Tensor, bias: Tensor, offsets: Tensor) -> Tensor:
-    ends = int32_offsets(offsets, grad.shape[0], "grad")
-    out: Tensor = training_kernels(grad.device).bias_scale_grad(grad, bias, ends)
-    return out
-
-
-def _fake_grouped_bias_scale_grad(grad: Tensor, bias: Tensor, offsets: Tensor) -> Tensor:
-    return grad.new_empty(grad.shape[0], dtype=torch.float32)
-
-
-def _setup_bias_grad_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    grad, offsets, scale = inputs
-    needs_scale = needs_gradient(ctx, 3)[2]
-    ctx.save_for_backward(grad if needs_scale else None, offsets, scale)
-    ctx.rows, ctx.dtypes = grad.shape[0], (grad.dtype, None if scale is None else scale.dtype)
-
-
-def _bias_grad_backward(ctx: Any, of_sums: Tensor) -> tuple[Tensor | None, ...]:
-    """Give each row the gradient of its expert's sum."""
-    grad, offsets, scale = ctx.saved_tensors
-    needs_grad, _, needs_scale = needs_gradient(ctx, 3)
-    ops = torch.ops.thunder_moe
-    of_grad = of_scale = None
-    if needs_grad:
-        zeros = of_sums.new_zeros(ctx.rows, of_sums.shape[1])
-        of_grad = ops.grouped_bias(zeros, offsets, of_sums, scale).to(ctx.dtypes[0])
-    if needs_scale:
-        of_scale = ops.grouped_bias_scale_grad(grad, of_sums, offsets).to(ctx.dtypes[1])
-    return of_grad, None, of_scale
 
 
 def _setup_bias_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
@@ -333,16 +274,54 @@ def _bias_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     return of_y, None, of_bias, of_bias_scale, of_scales
 
 
-register_training_operator(_grouped_linear_dgrad, _fake_grouped_linear_dgrad)
-register_training_operator(_grouped_linear_wgrad, _fake_grouped_linear_wgrad)
-register_training_operator(
-    _grouped_bias_grad, _fake_grouped_bias_grad, backward=_bias_grad_backward, setup_context=_setup_bias_grad_context
+@training_operator(_fake_bias, backward=_bias_backward, setup_context=_setup_bias_context)
+def _grouped_bias(
+    y: Tensor,
+    offsets: Tensor,
+    bias: Tensor | None = None,
+    bias_scale: Tensor | None = None,
+    scales: Tensor | None = None,
+) -> Tensor:
+    refuse_forward_ad()
+    ends = int32_offsets(offsets, y.shape[0], "y")
+    out: Tensor = training_kernels(y.device).add_bias(y, ends, bias, bias_scale, scales)
+    return out
+
+
+def _setup_bias_grad_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    grad, offsets, scale = inputs
+    needs_scale = needs_gradient(ctx, 3)[2]
+    ctx.save_for_backward(grad if needs_scale else None, offsets, scale)
+    ctx.rows, ctx.dtypes = grad.shape[0], (grad.dtype, None if scale is None else scale.dtype)
+
+
+def _bias_grad_backward(ctx: Any, of_sums: Tensor) -> tuple[Tensor | None, ...]:
+    """Give each row the gradient of its expert's sum."""
+    grad, offsets, scale = ctx.saved_tensors
+    needs_grad, _, needs_scale = needs_gradient(ctx, 3)
+    ops = torch.ops.thunder_moe
+    of_grad = of_scale = None
+    if needs_grad:
+        zeros = of_sums.new_zeros(ctx.rows, of_sums.shape[1])
+        of_grad = ops.grouped_bias(zeros, offsets, of_sums, scale).to(ctx.dtypes[0])
+    if needs_scale:
+        of_scale = ops.grouped_bias_scale_grad(grad, of_sums, offsets).to(ctx.dtypes[1])
+    return of_grad, None, of_scale
+
+
+@training_operator(
+    lambda grad, offsets, *_: grad.new_empty(offsets.shape[0], grad.shape[1], dtype=torch.float32),
+    backward=_bias_grad_backward,
+    setup_context=_setup_bias_grad_context,
 )
-register_training_operator(_grouped_bias_scale_grad, _fake_grouped_bias_scale_grad)
-register_training_operator(_grouped_linear_out, _writes_only, mutates=("out",))
-register_training_operator(_grouped_linear_dgrad_out, _writes_only, mutates=("out",))
-register_training_operator(_grouped_linear_wgrad_out, _writes_only, mutates=("main_grad",))
-register_training_operator(_grouped_linear, _fake_grouped_linear, backward=_backward, setup_context=_setup_context)
-register_training_operator(
-    _grouped_bias, _fake_grouped_bias, backward=_bias_backward, setup_context=_setup_bias_context
-)
+def _grouped_bias_grad(grad: Tensor, offsets: Tensor, scale: Tensor | None = None) -> Tensor:
+    ends = int32_offsets(offsets, grad.shape[0], "grad")
+    out: Tensor = training_kernels(grad.device).bias_grad(grad, ends, scale)
+    return out
+
+
+@training_operator(lambda grad, *_: grad.new_empty(grad.shape[0], dtype=torch.float32))
+def _grouped_bias_scale_grad(grad: Tensor, bias: Tensor, offsets: Tensor) -> Tensor:
+    ends = int32_offsets(offsets, grad.shape[0], "grad")
+    out: Tensor = training_kernels(grad.device).bias_scale_grad(grad, bias, ends)
+    return out

@@ -21,11 +21,12 @@ from thunder_moe.activations import SwiGLUConfig
 from thunder_moe.formats.layouts import LINEAR
 from thunder_moe.formats.weight import WeightOperands
 from thunder_moe.kernels.select import training_kernels
-from thunder_moe.ops.grouped_linear import int32_offsets, register_training_operator
+from thunder_moe.ops.grouped_linear import int32_offsets, training_operator
 
 __all__: list[str] = []
 
 
+@training_operator(lambda rows, codes, *_: rows.new_empty(rows.shape[0], codes.shape[2]))
 def _grouped_mm_low_rank(
     rows: Tensor, fp4_weight: Tensor, scale: Tensor, global_scale: Tensor, offsets: Tensor, inner: Tensor, b: Tensor,
     layout: str = LINEAR,
@@ -37,13 +38,7 @@ def _grouped_mm_low_rank(
     return out
 
 
-def _fake_grouped_mm_low_rank(
-    rows: Tensor, fp4_weight: Tensor, scale: Tensor, global_scale: Tensor, offsets: Tensor, inner: Tensor, b: Tensor,
-    layout: str = LINEAR,
-) -> Tensor:  # fmt: skip
-    return rows.new_empty(rows.shape[0], fp4_weight.shape[2])
-
-
+@training_operator(lambda grad, codes, *_: grad.new_empty(grad.shape[0], 2 * codes.shape[1]))
 def _grouped_mm_low_rank_dgrad(
     grad: Tensor, fp4_weight: Tensor, scale: Tensor, global_scale: Tensor, offsets: Tensor, outer: Tensor, a: Tensor,
     layout: str = LINEAR,
@@ -55,13 +50,14 @@ def _grouped_mm_low_rank_dgrad(
     return out
 
 
-def _fake_grouped_mm_low_rank_dgrad(
-    grad: Tensor, fp4_weight: Tensor, scale: Tensor, global_scale: Tensor, offsets: Tensor, outer: Tensor, a: Tensor,
-    layout: str = LINEAR,
-) -> Tensor:  # fmt: skip
-    return grad.new_empty(grad.shape[0], 2 * fp4_weight.shape[1])
+def _fake_gather(
+    tokens: Tensor, row_slot: Tensor, matrix: Tensor, offsets: Tensor, transposed: bool = False
+) -> tuple[Tensor, Tensor]:
+    rows = row_slot.shape[0]
+    return tokens.new_empty(rows, tokens.shape[1]), tokens.new_empty(rows, matrix.shape[2 if transposed else 1])
 
 
+@training_operator(_fake_gather)
 def _moe_gather_low_rank(
     tokens: Tensor, row_slot: Tensor, matrix: Tensor, offsets: Tensor, transposed: bool = False
 ) -> tuple[Tensor, Tensor]:
@@ -73,13 +69,9 @@ def _moe_gather_low_rank(
     return rows, product
 
 
-def _fake_moe_gather_low_rank(
-    tokens: Tensor, row_slot: Tensor, matrix: Tensor, offsets: Tensor, transposed: bool = False
-) -> tuple[Tensor, Tensor]:
-    rows = row_slot.shape[0]
-    return tokens.new_empty(rows, tokens.shape[1]), tokens.new_empty(rows, matrix.shape[2 if transposed else 1])
-
-
+@training_operator(
+    lambda tokens, row_slot, grad, offsets: tokens.new_empty(offsets.shape[0], grad.shape[1], tokens.shape[1])
+)
 def _moe_gathered_wgrad(tokens: Tensor, row_slot: Tensor, grad: Tensor, offsets: Tensor) -> Tensor:
     """Return the gradient (E, R, K) of A, from tokens (T, K), row_slot (M,) and the gradient (M, R)."""
     ends = int32_offsets(offsets, row_slot.shape[0])
@@ -87,10 +79,14 @@ def _moe_gathered_wgrad(tokens: Tensor, row_slot: Tensor, grad: Tensor, offsets:
     return out
 
 
-def _fake_moe_gathered_wgrad(tokens: Tensor, row_slot: Tensor, grad: Tensor, offsets: Tensor) -> Tensor:
-    return tokens.new_empty(offsets.shape[0], grad.shape[1], tokens.shape[1])
+def _fake_swiglu_backward(
+    grad: Tensor, y: Tensor, scales: Tensor | None, offsets: Tensor, needs_scales: bool, *_: float | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    of_scales = y.new_empty(0) if scales is None or not needs_scales else scales.new_empty(y.shape[0])
+    return y.new_empty(y.shape), of_scales, y.new_empty(grad.shape)
 
 
+@training_operator(_fake_swiglu_backward)
 def _swiglu_backward_and_value(
     grad: Tensor, y: Tensor, scales: Tensor | None, offsets: Tensor, needs_scales: bool, alpha: float = 1.0,
     limit: float | None = None, up_shift: float = 0.0,
@@ -101,18 +97,3 @@ def _swiglu_backward_and_value(
         needs_scales=needs_scales,
     )  # fmt: skip
     return of_y, y.new_empty(0) if of_scales is None else of_scales, value
-
-
-def _fake_swiglu_backward_and_value(
-    grad: Tensor, y: Tensor, scales: Tensor | None, offsets: Tensor, needs_scales: bool, alpha: float = 1.0,
-    limit: float | None = None, up_shift: float = 0.0,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    of_scales = y.new_empty(0) if scales is None or not needs_scales else scales.new_empty(y.shape[0])
-    return y.new_empty(y.shape), of_scales, y.new_empty(grad.shape)
-
-
-register_training_operator(_swiglu_backward_and_value, _fake_swiglu_backward_and_value)
-register_training_operator(_moe_gather_low_rank, _fake_moe_gather_low_rank)
-register_training_operator(_moe_gathered_wgrad, _fake_moe_gathered_wgrad)
-register_training_operator(_grouped_mm_low_rank, _fake_grouped_mm_low_rank)
-register_training_operator(_grouped_mm_low_rank_dgrad, _fake_grouped_mm_low_rank_dgrad)

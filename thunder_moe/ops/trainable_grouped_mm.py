@@ -12,36 +12,26 @@ import torch
 from torch import Tensor
 
 from thunder_moe.kernels import trainable_grouped_mm as kernels
-from thunder_moe.ops.operator import define
+from thunder_moe.ops.grouped_linear import training_operator
 
 __all__: list[str] = []  # registers the operators
 
 
-def _forward(a: Tensor, b: Tensor, offsets: Tensor) -> Tensor:
-    return kernels.forward(a, b, offsets)
-
-
-def _fake(a: Tensor, b: Tensor, offsets: Tensor) -> Tensor:
-    return a.new_empty(a.shape[0], b.shape[2])
-
-
-def _dgrad(grad: Tensor, b: Tensor, offsets: Tensor) -> Tensor:
+@training_operator(lambda grad, b, offsets: grad.new_empty(grad.shape[0], b.shape[1]))
+def _trainable_grouped_mm_dgrad(grad: Tensor, b: Tensor, offsets: Tensor) -> Tensor:
     return kernels.dgrad(grad, b, offsets).contiguous()
-
-
-def _fake_dgrad(grad: Tensor, b: Tensor, offsets: Tensor) -> Tensor:
-    return grad.new_empty(grad.shape[0], b.shape[1])
-
-
-def _wgrad(a: Tensor, grad: Tensor, offsets: Tensor, row_major: bool = False) -> Tensor:
-    # If a dimension is not a multiple of 16 bytes, torch pads the rows of the result.
-    weight_grad = kernels.wgrad(a, grad, offsets, row_major)
-    return weight_grad.contiguous() if row_major else weight_grad.mT.contiguous().mT
 
 
 def _fake_wgrad(a: Tensor, grad: Tensor, offsets: Tensor, row_major: bool = False) -> Tensor:
     e, k, n = offsets.shape[0], a.shape[1], grad.shape[1]
     return a.new_empty(e, k, n) if row_major else a.new_empty(e, n, k).transpose(-1, -2)
+
+
+@training_operator(_fake_wgrad)
+def _trainable_grouped_mm_wgrad(a: Tensor, grad: Tensor, offsets: Tensor, row_major: bool = False) -> Tensor:
+    # If a dimension is not a multiple of 16 bytes, torch pads the rows of the result.
+    weight_grad = kernels.wgrad(a, grad, offsets, row_major)
+    return weight_grad.contiguous() if row_major else weight_grad.mT.contiguous().mT
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
@@ -61,16 +51,8 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Non
     return grad_a, grad_b, None
 
 
-def _register(name: str, kernel: Any, fake: Any) -> torch.library.Library:
-    library, _ = define(name, torch.library.infer_schema(kernel, mutates_args=()), kernel, fake)
-    return library
-
-
-_register("trainable_grouped_mm_dgrad", _dgrad, _fake_dgrad)
-_register("trainable_grouped_mm_wgrad", _wgrad, _fake_wgrad)
-torch.library.register_autograd(
-    "thunder_moe::trainable_grouped_mm",
-    _backward,
-    setup_context=_setup_context,
-    lib=_register("trainable_grouped_mm", _forward, _fake),
+@training_operator(
+    lambda a, b, offsets: a.new_empty(a.shape[0], b.shape[2]), backward=_backward, setup_context=_setup_context
 )
+def _trainable_grouped_mm(a: Tensor, b: Tensor, offsets: Tensor) -> Tensor:
+    return kernels.forward(a, b, offsets)
