@@ -146,5 +146,4 @@ def _inverse_factor(hessian: Tensor, expert: int) -> Tensor:
     root, info = torch.linalg.cholesky_ex(damped.flip(0, 1))
     if int(info) or bool(hessian.diagonal().mean() < 0):
         raise ValueError(f"hessian: got one that is not positive semidefinite in expert {expert}, {_REMEDY}")
-    factor: Tensor = torch.linalg.solve_triangular(root.flip(0, 1), damped.zero_().fill_diagonal_(1), upper=True)
-    return factor
+    return torch.linalg.solve_triangular(root.flip(0, 1), damped.zero_().fill_diagonal_(1), upper=True)

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeVar, cast
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -73,7 +73,7 @@ class PackedWeight:
     def with_tensors(self, tensors: Iterable[Tensor]) -> Self:
         """Return a weight in the same layout with other tensors, in the order of `format.fields`."""
         weight: Any = self
-        return cast("Self", replace(weight, **dict(zip(self.format.fields, tensors, strict=True))))
+        return replace(weight, **dict(zip(self.format.fields, tensors, strict=True)))
 
     @cached_property
     def blocks(self) -> tuple[Tensor, ...]:
@@ -109,7 +109,7 @@ class PackedWeight:
         linear = find_layout(self.layout, self.format).to_linear(self.qdata, self.scale, n, k)
         qdata, scale = target.from_linear(*linear)
         weight: Any = self
-        return cast("Self", replace(weight, qdata=qdata, scale=scale, layout=layout))
+        return replace(weight, qdata=qdata, scale=scale, layout=layout)
 
     def rows(self, rows: slice) -> Self:
         """Return some of the rows of a "linear" weight, of all experts: (E, those rows, K), views."""

@@ -60,7 +60,6 @@ def unfused(backend: ModuleType, call: ExpertsCall) -> Tensor:
     if not call.summed:
         assert call.weight_on_input
         assert call.down_bias is None
-        out: Tensor = backend.grouped_mm(rows, call.down, offsets)
-        return out
+        return backend.grouped_mm(rows, call.down, offsets)
     out = backend.grouped_mm_combine(rows, call.down, offsets, slot_row, on_output, call.down_bias)
     return out

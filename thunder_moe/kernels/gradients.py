@@ -109,8 +109,7 @@ def grouped_mm_combine(
 
 def bias_grad(grad: Tensor, offsets: Tensor) -> Tensor:
     """Sum each expert's rows of the gradient (M, N) in a fixed order, by the operator: -> float32 (E, N)."""
-    out: Tensor = torch.ops.thunder_moe.grouped_bias_grad(grad, offsets)
-    return out
+    return torch.ops.thunder_moe.grouped_bias_grad(grad, offsets)
 
 
 def moe_experts(

@@ -18,7 +18,7 @@ Legend: M rows sorted by expert, E experts, N out_features, K in_features.
 from __future__ import annotations
 
 from types import ModuleType
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -133,4 +133,4 @@ class QuantizedProducts:
             factors = of_rows[:, None] * of_columns[expert_of_row(offsets, rows)]
             product = torch.where(live_rows(offsets, rows), product.float() * factors, 0)
         product = product.to(dtype)
-        return product if out is None else cast("Tensor", self.kernels.add_bias(product, offsets, out=out))
+        return product if out is None else self.kernels.add_bias(product, offsets, out=out)

@@ -158,8 +158,7 @@ def combine(
 ) -> torch.Tensor:
     """Sum each token's rows, (M, N) -> (T, N), as `routing.combine`."""
     slots = (slot_row,) if slot_weight is None else (slot_row, slot_weight)
-    summed: torch.Tensor = by_rows(lambda row, weight=None: routing.combine(rows, offsets, row, weight, bias), *slots)
-    return summed
+    return by_rows(lambda row, weight=None: routing.combine(rows, offsets, row, weight, bias), *slots)
 
 
 def router(
@@ -173,8 +172,7 @@ def router(
 
 
 def _router_logits(hidden: torch.Tensor, *linear: Any) -> torch.Tensor:
-    logits: torch.Tensor = by_rows(lambda rows: routing.router_logits(rows, *linear), hidden)
-    return logits
+    return by_rows(lambda rows: routing.router_logits(rows, *linear), hidden)
 
 
 linear_router = functools.partial(routing.linear_router, choose=router, logits_of=_router_logits)

@@ -98,8 +98,7 @@ def select(device: torch.device, *, backend: str | None = None, format: str = NV
 
 def _formats_of(module: ModuleType) -> tuple[str, ...]:
     """Return the number formats of weights that a backend takes, its `FORMATS`."""
-    formats: tuple[str, ...] = getattr(module, "FORMATS", (NVFP4.name,))
-    return formats
+    return getattr(module, "FORMATS", (NVFP4.name,))
 
 
 def training_kernels(device: torch.device) -> ModuleType:
@@ -179,15 +178,13 @@ def lay_out(weight: Weight, layout: str) -> Weight:
     if (weight.layout, layout) == (LINEAR, TILED_64X64) and layout_fits(n, k, layout, weight.format) is None:
         kernels = _cuda_quantizer(weight.device, weight.format.name)
         if kernels is not None:
-            tiled: Weight = kernels.to_tiled(weight)
-            return tiled
+            return kernels.to_tiled(weight)
     return weight.to_layout(layout)
 
 
 def quantize(weight: Tensor, *, scale_search: str | None = None) -> NVFP4Weight:
     """Run `formats.nvfp4.quantize` by the kernels of the weight's device: the same bytes, on CUDA many times faster."""
-    packed: NVFP4Weight = quantize_to(NVFP4.name, weight, scale_search=scale_search)
-    return packed
+    return quantize_to(NVFP4.name, weight, scale_search=scale_search)
 
 
 def quantize_to(format: str, weight: Tensor, *, scale_search: str | None = None) -> Any:
@@ -233,8 +230,7 @@ def fake_quantize(weight: Tensor, scale_search: str | None = None, format: str =
         packed = MXFP8Weight.unchecked(packed.qdata, scale.view(packed.scale.dtype), LINEAR)
     if kernels is None or weight.dtype == torch.float32 or format != NVFP4.name:
         return known.dequantize(packed, weight.dtype)
-    values: Tensor = importlib.import_module("thunder_moe.kernels.cuda.backend").dequantize(packed, weight.dtype)
-    return values
+    return importlib.import_module("thunder_moe.kernels.cuda.backend").dequantize(packed, weight.dtype)
 
 
 def _cuda_quantizer(device: torch.device, format: str = NVFP4.name) -> Any:

@@ -9,7 +9,7 @@ row ENDS, group 0 starts at row 0.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -137,8 +137,7 @@ class GroupedLinear(AdaptableLinear):
         if out is None and grad_input is None and not self._writes():
             weight, bias = self.local_parameters()
             rows, weight = autocast(x, weight)
-            result: Tensor = linear_operator(x)(rows, weight, offsets, bias, bias_scale, self.recipe)
-            return result
+            return linear_operator(x)(rows, weight, offsets, bias, bias_scale, self.recipe)
         refuse_traced(self, x, out=out, grad_input=grad_input)
         result = run_into(self, x, offsets, bias_scale, out, grad_input)
         return result
@@ -214,8 +213,7 @@ def linear_operator(x: Tensor) -> Callable[..., Tensor]:
     """Return what computes a linear: the operator, or torch's functions in traces of Thunder without moe_executor."""
     if not isinstance(x.dtype, torch.dtype) and not traced_by_thunder():
         return _linear_of_torch
-    operator: Any = torch.ops.thunder_moe.grouped_linear
-    return cast("Callable[..., Tensor]", operator)
+    return torch.ops.thunder_moe.grouped_linear
 
 
 def _linear_of_torch(

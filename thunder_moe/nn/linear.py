@@ -95,8 +95,7 @@ class NVFP4Linear(PackedModule):
         """Run the linear: (..., K) -> (..., N)."""
         format, layout, tensors = self.read()
         mm = operator_for("f16a_nvfp4weight_scaled_mm", format)
-        out: Tensor = mm(x, *tensors, self.bias, layout=layout)
-        return out
+        return mm(x, *tensors, self.bias, layout=layout)
 
     def rows(self, x: Tensor, begin: int, size: int) -> Tensor:
         """Return ``self(x)[..., begin : begin + size]``; compute only these output rows if the layout stores them
@@ -111,8 +110,7 @@ class NVFP4Linear(PackedModule):
         others = [each if each.ndim == 0 else each.narrow(0, begin, size) for each in others]
         mm = operator_for("f16a_nvfp4weight_scaled_mm", format)
         tensors = codes.narrow(1, begin, size), scale.narrow(0, begin, size), *others
-        out: Tensor = mm(x, *tensors, bias, layout=layout)
-        return out
+        return mm(x, *tensors, bias, layout=layout)
 
     def to_linears(self) -> list[nn.Linear]:
         """Return the 16-bit linears that it stands for, with the dequantized weights."""

@@ -233,8 +233,7 @@ class PackedModule(AdaptableLinear):
     def _weight_of(self, tensors: list[Tensor]) -> PackedWeight:
         """Return the weight (E, N, K) of tensors that are shaped as the buffers."""
         layout, rows = self._in_rows(tensors, self.format)
-        weight: PackedWeight = WEIGHTS[self.format_name].unchecked(*self._grouped(*rows), layout)
-        return weight
+        return WEIGHTS[self.format_name].unchecked(*self._grouped(*rows), layout)
 
     @alone
     @torch.no_grad()

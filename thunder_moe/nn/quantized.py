@@ -51,8 +51,7 @@ class NVFP4GroupedLinear(PackedModule):
     @property
     def local_bias(self) -> Tensor | None:
         """Return the bias, or this rank's part of a DTensor."""
-        bias: Tensor | None = local_part(self.bias, self._sharded)
-        return bias
+        return local_part(self.bias, self._sharded)
 
     def forward(self, x: Tensor, offsets: Tensor, bias_scale: Tensor | None = None) -> Tensor:
         """Multiply (M, K) rows sorted by expert, with offsets (E,) of row ends: -> (M, N).
@@ -96,8 +95,7 @@ class NVFP4GroupedSwiGLU(nn.Module):
         """Run (M, H) rows sorted by expert, with offsets (E,) of row ends: -> (M, H)."""
         if not calls_only_its_class(self.gate_up_proj, NVFP4GroupedLinear):
             gate, up = self.gate_up_proj(x, offsets).chunk(2, -1)
-            out: Tensor = self.down_proj(F.silu(gate) * up, offsets)
-            return out
+            return self.down_proj(F.silu(gate) * up, offsets)
         (format, layout, tensors), x, offsets = self.gate_up_proj.read(), autocast_rows(x), int32(offsets)
         swiglu = operator_for("f16a_nvfp4weight_grouped_swiglu", format)
         out = self.down_proj(swiglu(x, *tensors, offsets, layout=layout), offsets)

@@ -39,8 +39,7 @@ class SwiGLU(nn.Module):
         self.down_proj = nn.Linear(intermediate_size, hidden_size, **options)
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
-        return out
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
 
 
 class GroupedSwiGLU(nn.Module):
@@ -73,5 +72,4 @@ class GroupedSwiGLU(nn.Module):
 
     def forward(self, x: Tensor, offsets: Tensor) -> Tensor:
         """Run (M, H) rows sorted by expert, with offsets (E,) of row ends: -> (M, H)."""
-        out: Tensor = self.down_proj(F.silu(self.gate_proj(x, offsets)) * self.up_proj(x, offsets), offsets)
-        return out
+        return self.down_proj(F.silu(self.gate_proj(x, offsets)) * self.up_proj(x, offsets), offsets)

@@ -81,8 +81,7 @@ class ActivationForm:
 
     def run(self, y: Tensor, scales: Tensor | None, ends: Tensor | None) -> Tensor:
         run = training_kernels(y.device).scaled_activation
-        out: Tensor = run(y, scales, ends, form=self.swiglu_config, interleave=self.interleave)
-        return out
+        return run(y, scales, ends, form=self.swiglu_config, interleave=self.interleave)
 
 
 def _ends(offsets: Tensor | None, y: Tensor) -> Tensor | None:
@@ -201,5 +200,4 @@ def _activated_grouped_linear(
     _check(y, scales, offsets, form)
     rows = form.run(y, scales, int32_offsets(offsets, y.shape[0], "y"))
     bias_scale = None if bias is None else scales
-    out: Tensor = torch.ops.thunder_moe.grouped_linear(rows, weight, offsets, bias, bias_scale, recipe)
-    return out
+    return torch.ops.thunder_moe.grouped_linear(rows, weight, offsets, bias, bias_scale, recipe)

@@ -180,7 +180,4 @@ def add_norm_linear_router(
     )
     dtypes = logits_dtype or hidden_states.dtype, scores_dtype or hidden_states.dtype
     kernel = select(hidden_states.device).add_norm_linear_router
-    results: tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor] = kernel(
-        hidden_states, residual, norm_weight, norm_epsilon, weight, linear_bias, bias, form, *dtypes
-    )
-    return results
+    return kernel(hidden_states, residual, norm_weight, norm_epsilon, weight, linear_bias, bias, form, *dtypes)

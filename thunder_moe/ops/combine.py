@@ -73,5 +73,4 @@ def moe_combine(rows: Tensor, offsets: Tensor, slot_row: Tensor) -> Tensor:
         ValueError: an operand has the wrong rank, dtype or device; on a CPU also rows in slot_row below -1 or past the
             experts' rows.
     """
-    out: Tensor = training_kernels(rows.device).combine_rows(rows, offsets, slot_row)
-    return out
+    return training_kernels(rows.device).combine_rows(rows, offsets, slot_row)

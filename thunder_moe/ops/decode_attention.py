@@ -151,7 +151,6 @@ def decode_attention(
             ``index_copy_``.
     """
     kernel = select(query.device).decode_attention
-    result: Tensor = kernel(
+    return kernel(
         query, key, value, key_cache, value_cache, position, mask, cos, sin, query_norm, key_norm, epsilon, scale
     )
-    return result

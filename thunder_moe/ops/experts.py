@@ -203,8 +203,7 @@ def f16a_nvfp4weight_moe_experts(
         hidden_states, expert_ids, expert_weights, gate_up.packed(gate_up_layout), down.packed(down_layout),
         gate_up_bias, down_bias, order, weight_on_input, SwiGLUConfig(alpha, limit, up_shift), expert_ranks,
     )  # fmt: skip
-    out: Tensor = select(hidden_states.device, format=gate_up.format.name).moe_experts(call)
-    return out
+    return select(hidden_states.device, format=gate_up.format.name).moe_experts(call)
 
 
 f16a_mxfp8weight_moe_experts = OPERATORS["f16a_mxfp8weight_moe_experts"].public
@@ -258,9 +257,8 @@ def moe_experts(
     if type(gate_up) is not type(down):
         raise TypeError(f"down: got {type(down).__name__}, wanted {type(gate_up).__name__}, as gate_up is")
     run = operator_for("f16a_nvfp4weight_moe_experts", gate_up.format)
-    out: Tensor = run(
+    return run(
         hidden_states, expert_ids, expert_weights, *operands(gate_up), *operands(down), gate_up_bias, down_bias,
         *(order or (None, None, None)), weight_on_input=weight_on_input, gate_up_layout=gate_up.layout,
         down_layout=down.layout, alpha=alpha, limit=limit, up_shift=up_shift, expert_ranks=expert_ranks,
     )  # fmt: skip
-    return out

@@ -207,8 +207,7 @@ def _grouped_linear_out(
 @training_operator(lambda grad, weight, *_: grad.new_empty(grad.shape[0], weight.shape[2]))
 def _grouped_linear_dgrad(grad: Tensor, weight: Tensor, offsets: Tensor, recipe: str | None = None) -> Tensor:
     ends = int32_offsets(offsets, grad.shape[0], "grad")
-    out: Tensor = training_products(grad.device, recipe).dgrad(grad, weight, ends)
-    return out
+    return training_products(grad.device, recipe).dgrad(grad, weight, ends)
 
 
 @training_operator(mutates=("out",))
@@ -221,8 +220,7 @@ def _grouped_linear_dgrad_out(
 
 @training_operator(lambda x, grad, offsets, *_: x.new_empty(offsets.shape[0], grad.shape[1], x.shape[1]))
 def _grouped_linear_wgrad(x: Tensor, grad: Tensor, offsets: Tensor, recipe: str | None = None) -> Tensor:
-    out: Tensor = training_products(x.device, recipe).wgrad(x, grad, int32_offsets(offsets, x.shape[0]))
-    return out
+    return training_products(x.device, recipe).wgrad(x, grad, int32_offsets(offsets, x.shape[0]))
 
 
 @training_operator(mutates=("main_grad",))
@@ -284,8 +282,7 @@ def _grouped_bias(
 ) -> Tensor:
     refuse_forward_ad()
     ends = int32_offsets(offsets, y.shape[0], "y")
-    out: Tensor = training_kernels(y.device).add_bias(y, ends, bias, bias_scale, scales)
-    return out
+    return training_kernels(y.device).add_bias(y, ends, bias, bias_scale, scales)
 
 
 def _setup_bias_grad_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
@@ -316,12 +313,10 @@ def _bias_grad_backward(ctx: Any, of_sums: Tensor) -> tuple[Tensor | None, ...]:
 )
 def _grouped_bias_grad(grad: Tensor, offsets: Tensor, scale: Tensor | None = None) -> Tensor:
     ends = int32_offsets(offsets, grad.shape[0], "grad")
-    out: Tensor = training_kernels(grad.device).bias_grad(grad, ends, scale)
-    return out
+    return training_kernels(grad.device).bias_grad(grad, ends, scale)
 
 
 @training_operator(lambda grad, *_: grad.new_empty(grad.shape[0], dtype=torch.float32))
 def _grouped_bias_scale_grad(grad: Tensor, bias: Tensor, offsets: Tensor) -> Tensor:
     ends = int32_offsets(offsets, grad.shape[0], "grad")
-    out: Tensor = training_kernels(grad.device).bias_scale_grad(grad, bias, ends)
-    return out
+    return training_kernels(grad.device).bias_scale_grad(grad, bias, ends)

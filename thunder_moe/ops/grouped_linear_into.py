@@ -120,8 +120,7 @@ def grouped_linear_into(
         # The graph leaves out the weight: its hooks have to fire when its gradient exists, in `run_waiting`.
         weight, anchor = weight.detach(), weight.new_empty(0).requires_grad_()
     apply: Any = _GroupedLinearInto.apply
-    out: Tensor = apply(x, weight, offsets, scales, bias, into, form, anchor, Owner(owner))
-    return out
+    return apply(x, weight, offsets, scales, bias, into, form, anchor, Owner(owner))
 
 
 class Owner:
@@ -155,8 +154,7 @@ class _GroupedLinearInto(torch.autograd.Function):
         )
         ctx.dtypes = [None if tensor is None else tensor.dtype for tensor in (scales, bias)]
         if into.out is None:
-            out: Tensor = _OPS.grouped_linear(*operands, into.recipe)
-            return out
+            return _OPS.grouped_linear(*operands, into.recipe)
         _OPS.grouped_linear_out(*operands, into.out, into.recipe)
         torch.autograd.graph.increment_version(into.out)
         return into.out.detach()

@@ -109,8 +109,7 @@ def f16a_nvfp4weight_scaled_grouped_mm(
             exceed M. The message names the argument, what it was and what is wanted.
     """
     backend = select(activation.device, format=weight.format.name)
-    out: Tensor = backend.grouped_mm(activation, weight.packed(layout), offsets)
-    return out
+    return backend.grouped_mm(activation, weight.packed(layout), offsets)
 
 
 f16a_mxfp8weight_scaled_grouped_mm = OPERATORS["f16a_mxfp8weight_scaled_grouped_mm"].public
@@ -157,8 +156,7 @@ def f16a_nvfp4weight_scaled_grouped_mm_dgrad(
     The other arguments are the same as the forward's. Differentiable in `grad`.
     """
     backend = select(grad.device, format=weight.format.name)
-    out: Tensor = backend.grouped_mm_dgrad(grad, weight.packed(layout), offsets)
-    return out
+    return backend.grouped_mm_dgrad(grad, weight.packed(layout), offsets)
 
 
 f16a_mxfp8weight_scaled_grouped_mm_dgrad = OPERATORS["f16a_mxfp8weight_scaled_grouped_mm_dgrad"].public

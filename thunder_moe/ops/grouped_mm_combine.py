@@ -102,8 +102,7 @@ def f16a_nvfp4weight_grouped_mm_combine(
             without a row of the activation count nothing.
     """
     kernel = select(activation.device, format=weight.format.name).grouped_mm_combine
-    out: Tensor = kernel(activation, weight.packed(layout), offsets, slot_row, slot_weight, bias)
-    return out
+    return kernel(activation, weight.packed(layout), offsets, slot_row, slot_weight, bias)
 
 
 f16a_mxfp8weight_grouped_mm_combine = OPERATORS["f16a_mxfp8weight_grouped_mm_combine"].public

@@ -133,8 +133,7 @@ def f16a_nvfp4weight_grouped_swiglu(
     """
     kernel = select(activation.device, format=weight.format.name).grouped_swiglu
     form = SwiGLUConfig(alpha, limit, up_shift)
-    out: Tensor = kernel(activation, weight.packed(layout), offsets, row_slot, slot_scale, bias, form)
-    return out
+    return kernel(activation, weight.packed(layout), offsets, row_slot, slot_scale, bias, form)
 
 
 f16a_mxfp8weight_grouped_swiglu = OPERATORS["f16a_mxfp8weight_grouped_swiglu"].public

@@ -34,8 +34,7 @@ def _grouped_mm_low_rank(
     """Multiply rows (M, K) by the weight, and add inner (M, R) times b (E, N, R): -> (M, N)."""
     weight = WeightOperands(fp4_weight, scale, global_scale).packed(layout)
     ends = int32_offsets(offsets, rows.shape[0])
-    out: Tensor = training_kernels(rows.device).grouped_mm_low_rank(rows, weight, ends, inner, b)
-    return out
+    return training_kernels(rows.device).grouped_mm_low_rank(rows, weight, ends, inner, b)
 
 
 @training_operator(lambda grad, codes, *_: grad.new_empty(grad.shape[0], 2 * codes.shape[1]))
@@ -46,8 +45,7 @@ def _grouped_mm_low_rank_dgrad(
     """Multiply grad (M, N) by the weight, and add outer (M, R) times a (E, R, K): -> (M, K)."""
     weight = WeightOperands(fp4_weight, scale, global_scale).packed(layout)
     ends = int32_offsets(offsets, grad.shape[0], "grad")
-    out: Tensor = training_kernels(grad.device).grouped_mm_low_rank_dgrad(grad, weight, ends, outer, a)
-    return out
+    return training_kernels(grad.device).grouped_mm_low_rank_dgrad(grad, weight, ends, outer, a)
 
 
 def _fake_gather(
@@ -75,8 +73,7 @@ def _moe_gather_low_rank(
 def _moe_gathered_wgrad(tokens: Tensor, row_slot: Tensor, grad: Tensor, offsets: Tensor) -> Tensor:
     """Return the gradient (E, R, K) of A, from tokens (T, K), row_slot (M,) and the gradient (M, R)."""
     ends = int32_offsets(offsets, row_slot.shape[0])
-    out: Tensor = training_kernels(tokens.device).gathered_wgrad(tokens, row_slot, grad, ends)
-    return out
+    return training_kernels(tokens.device).gathered_wgrad(tokens, row_slot, grad, ends)
 
 
 def _fake_swiglu_backward(

@@ -51,5 +51,4 @@ def moe_route(expert_ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Ten
     Raises:
         ValueError: expert_ids has the wrong rank or dtype, or num_experts is not positive.
     """
-    rows: tuple[Tensor, Tensor, Tensor] = select(expert_ids.device).route(expert_ids, num_experts)
-    return rows
+    return select(expert_ids.device).route(expert_ids, num_experts)

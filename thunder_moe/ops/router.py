@@ -164,8 +164,7 @@ def moe_router(
         top_k, score, normalize, epsilon, least_sum, scale, num_groups, top_groups, group_best, mask_to_zero
     )
     kernel = select(logits.device).router
-    results: tuple[Tensor, Tensor, Tensor, Tensor, Tensor] = kernel(logits, bias, form, scores_dtype or logits.dtype)
-    return results
+    return kernel(logits, bias, form, scores_dtype or logits.dtype)
 
 
 def linear_shapes(hidden_states: Tensor, weight: Tensor, *_: Any, top_k: int, **__: Any) -> tuple[tuple[int, ...], ...]:
@@ -277,7 +276,4 @@ def moe_linear_router(
     )
     dtypes = logits_dtype or hidden_states.dtype, scores_dtype or hidden_states.dtype
     kernel = select(hidden_states.device).linear_router
-    results: tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor] = kernel(
-        hidden_states, weight, linear_bias, bias, form, *dtypes
-    )
-    return results
+    return kernel(hidden_states, weight, linear_bias, bias, form, *dtypes)

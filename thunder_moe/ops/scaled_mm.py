@@ -95,8 +95,7 @@ def check_scaled_mm(
 def _run(name: str, rows: Tensor, weight: WeightOperands, layout: str) -> Tensor:
     """Calls the operator of a name in the weight's format."""
     operator = getattr(torch.ops.thunder_moe, op_name_for(name, weight.format))
-    out: Tensor = operator(rows, *weight.tensors, layout=layout)
-    return out
+    return operator(rows, *weight.tensors, layout=layout)
 
 
 def _gradient(
@@ -208,8 +207,7 @@ def _register_autocast(name: str, device_type: str, key: str) -> None:
         with torch._C._ExcludeDispatchKeyGuard(keys):
             if activation.dtype in ACTIVATION_DTYPES:
                 activation = activation.to(torch.get_autocast_dtype(device_type))
-            out: Tensor = registered(activation, *weight_and_bias, **options)
-            return out
+            return registered(activation, *weight_and_bias, **options)
 
     _LIBRARY.impl(name, autocast, key)
 

@@ -205,8 +205,7 @@ class AllToAll(Exchange):
 
     def finish(self, returned: Any, sent: Sent) -> Tensor:
         slot_row, ends, *_ = sent.back
-        out: Tensor = torch.ops.thunder_moe.moe_combine(wait(returned), ends, slot_row)
-        return out
+        return torch.ops.thunder_moe.moe_combine(wait(returned), ends, slot_row)
 
 
 class AllGather(Exchange):
@@ -289,8 +288,7 @@ class SymmetricMemory(AllGather):
         symmetric_memory._pipelined_produce_and_all2all(add_up, parts, self._group.group_name)
         if self.ranks == 2:  # half the time of a sum over a dimension
             return torch.add(parts[:tokens], parts[tokens:])
-        total: Tensor = parts.unflatten(0, (self.ranks, tokens)).sum(0)
-        return total
+        return parts.unflatten(0, (self.ranks, tokens)).sum(0)
 
     def _reduce_scatter(self, x: Tensor) -> Tensor:
         return _async_tensor(torch.ops.symm_mem._low_contention_reduce_scatter(x, "sum", self._group.group_name))
@@ -299,15 +297,13 @@ class SymmetricMemory(AllGather):
 def _start_symmetric(x: Tensor, ranks: int, group_name: Any) -> Tensor:
     # The workspace has to be large enough for the sums before other ranks read it: growing it allocates a new one.
     symmetric_memory.get_symm_mem_workspace(group_name, ranks * x.nbytes)
-    rows: Tensor = torch.ops.symm_mem._low_contention_all_gather(x, group_name)
-    return rows
+    return torch.ops.symm_mem._low_contention_all_gather(x, group_name)
 
 
 @torch.library.custom_op("thunder_moe::symmetric_all_gather", mutates_args=())
 def _symmetric_all_gather(x: Tensor, ranks: int, group_name: str) -> Tensor:
     """Gather (T, H) -> (ranks * T, H), for graphs: torch's compiler cannot trace the allocation of the workspace."""
-    rows: Tensor = collectives.wait_tensor(_start_symmetric(x, ranks, group_name))
-    return rows
+    return collectives.wait_tensor(_start_symmetric(x, ranks, group_name))
 
 
 def _empty_of_all(x: Tensor, ranks: int, group_name: str) -> Tensor:
@@ -336,15 +332,13 @@ def wait(tensor: Any) -> Tensor:
     if isinstance(tensor, _RunningCollective):
         return tensor.wait()
     runs = isinstance(tensor, collectives.AsyncCollectiveTensor) and not tensor.requires_grad
-    plain: Tensor = tensor.wait() if runs else tensor
-    return plain
+    return tensor.wait() if runs else tensor
 
 
 def _async_tensor(tensor: Tensor) -> Tensor:
     """Wrap the result of an asynchronous operator like the result of a functional collective."""
     if torch.compiler.is_compiling():
-        waited: Tensor = collectives.wait_tensor(tensor)
-        return waited
+        return collectives.wait_tensor(tensor)
     return collectives.AsyncCollectiveTensor(tensor)
 
 
@@ -386,10 +380,8 @@ def all_gather(x: Tensor, group: Any) -> Any:
 def _reduce_scatter(x: Tensor, group: Any) -> Tensor:
     x = x.contiguous()
     if x.device.type == "cpu" and torch.is_grad_enabled() and x.requires_grad:  # its backward is an all-gather
-        summed: Tensor = torch.ops.thunder_moe.cpu_reduce_scatter(x, dist.get_world_size(group), group.group_name)
-        return summed
-    out: Tensor = _functional("reduce_scatter_tensor", x)(x, "sum", 0, group)
-    return out
+        return torch.ops.thunder_moe.cpu_reduce_scatter(x, dist.get_world_size(group), group.group_name)
+    return _functional("reduce_scatter_tensor", x)(x, "sum", 0, group)
 
 
 @torch.library.custom_op("thunder_moe::cpu_all_gather", mutates_args=(), device_types="cpu")

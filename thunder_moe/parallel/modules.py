@@ -76,8 +76,7 @@ def _rows_forward(experts: Any, x: Tensor, offsets: Tensor, scales: Tensor | Non
 
 
 def _run_rows(experts: Any, x: Tensor, offsets: Tensor, scales: Tensor | None) -> Tensor:
-    out: Tensor = type(experts).forward(experts, x, offsets, *(() if scales is None else (scales,)))
-    return out
+    return type(experts).forward(experts, x, offsets, *(() if scales is None else (scales,)))
 
 
 def exchange_rows(experts: Any, x: Tensor, offsets: Tensor, scales: Tensor | None) -> Tensor:

@@ -91,8 +91,7 @@ class WeightSharding:
         # Each slice is a view of this rank's tensor, so that loading into the slice fills the tensor.
         wrapper = LocalShardsWrapper(list(own.chunk(self.stacked, last)), offsets)
         make: Any = DTensor
-        result: DTensor = make(wrapper, DTensorSpec(self.mesh, tuple(placements), meta), requires_grad=False)
-        return result
+        return make(wrapper, DTensorSpec(self.mesh, tuple(placements), meta), requires_grad=False)
 
     def local_state_dict(self, linear: nn.Module, state_dict: dict[str, Any], prefix: str) -> dict[str, Any]:
         """Return a state dict with the tensors that `load_state_dict` loads into a linear of this rank.
@@ -176,8 +175,7 @@ def check_sharding(name: str, linear: nn.Module, sharding: WeightSharding) -> No
 
 def weight_sharding_of(linear: nn.Module) -> WeightSharding | None:
     """Return the sharding of a linear's weight; None if it is not sharded."""
-    sharding: WeightSharding | None = vars(linear).get("_sharding")
-    return sharding
+    return vars(linear).get("_sharding")
 
 
 def shard_weight_(linear: nn.Module, sharding: WeightSharding, source: int | None) -> None:

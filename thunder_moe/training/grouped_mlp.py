@@ -119,8 +119,7 @@ class GroupedMLP(nn.Module):
             options: dict[str, Any] = {} if out is None else dict(out=out)
             if down.bias is not None and scales is not None:
                 options["bias_scale"] = scales
-            result: Tensor = down(rows, offsets, **options)
-            return result
+            return down(rows, offsets, **options)
         if out is None and not down._writes():
             weight, bias = down.local_parameters()
             rows, weight = autocast(y, weight)
@@ -207,7 +206,6 @@ class NVFP4GroupedMLP(nn.Module):
             rows = ops.scaled_activation(gate_up(x, ends), early, ends, **form.options)
         else:
             rows = self.activation(gate_up(x, ends), early)
-        out: Tensor
         if by_operators:
             format, layout, tensors = self.down_proj.read()
             grouped_mm = operator_for("f16a_nvfp4weight_scaled_grouped_mm", format)

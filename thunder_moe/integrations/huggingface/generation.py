@@ -111,7 +111,7 @@ def fast_generate(
             return _Call(model, generation_config).run(input_ids, choice, stopping_criteria, streamer, model_kwargs)
     logger.warning("fast_generate: transformers' own loop runs: %s", reason)
     stock = getattr(type(model), GENERATION_MODES_MAPPING[generation_config.get_generation_mode()])
-    return stock(  # type: ignore[no-any-return]
+    return stock(
         model, input_ids, logits_processor=logits_processor, stopping_criteria=stopping_criteria,
         generation_config=generation_config, synced_gpus=synced_gpus, streamer=streamer, **model_kwargs,
     )  # fmt: skip

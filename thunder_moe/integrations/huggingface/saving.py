@@ -107,7 +107,7 @@ class QuantizedModel(OtherMethods):
                 " written; call save_lora and remove_lora_ for the adapters of add_lora_ before"
             )
         if not _is_quantized(self) or of_peft:
-            return save(  # type: ignore[no-any-return]
+            return save(
                 save_directory, is_main_process=is_main_process, state_dict=state_dict, push_to_hub=push_to_hub,
                 max_shard_size=max_shard_size, variant=variant, token=token, save_peft_format=save_peft_format,
                 save_original_format=save_original_format, distributed_checkpoint=distributed_checkpoint, **kwargs,
@@ -163,17 +163,17 @@ class QuantizedModel(OtherMethods):
         resize = super().resize_token_embeddings  # type: ignore[misc]
         head, embeddings = self.get_output_embeddings(), self.get_input_embeddings()
         if head is None or not _is_quantized(head):
-            return resize(new_num_tokens, pad_to_multiple_of, mean_resizing)  # type: ignore[no-any-return]
+            return resize(new_num_tokens, pad_to_multiple_of, mean_resizing)
         size = embeddings.weight.shape[0] if new_num_tokens is None else new_num_tokens
         if pad_to_multiple_of is not None:
             size = -(-size // pad_to_multiple_of) * pad_to_multiple_of
         if size == embeddings.weight.shape[0] == getattr(head, "out_features", None):
-            return embeddings  # type: ignore[no-any-return]
+            return embeddings
         name = next(name for name, module in self.named_modules() if module is head)
         dequantize_with_(self, {name: head}, only_needed=True)
         self.get_output_embeddings().requires_grad_(embeddings.weight.requires_grad)
         logger.warning("%s is 16-bit from now on, since the rows of new tokens need training", name)
-        return resize(new_num_tokens, pad_to_multiple_of, mean_resizing)  # type: ignore[no-any-return]
+        return resize(new_num_tokens, pad_to_multiple_of, mean_resizing)
 
     def num_parameters(self: Any, only_trainable: bool = False, exclude_embeddings: bool = False) -> int:
         """Count as transformers does, and each packed weight with the number of its 16-bit weights: all of them, even

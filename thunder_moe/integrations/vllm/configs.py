@@ -371,8 +371,7 @@ def _is_known_model(config: dict[str, Any], hf_config: Any) -> bool:
 
 def _quantized_layers(config: dict[str, Any]) -> dict[str, dict[str, Any]]:
     """Return the layers of MIXED_PRECISION; older checkpoints have them in hf_quant_config.json alone."""
-    layers: dict[str, dict[str, Any]] = config.get("quantization", config).get("quantized_layers") or {}
-    return layers
+    return config.get("quantization", config).get("quantized_layers") or {}
 
 
 def _has_quantized_head(config: dict[str, Any]) -> bool:

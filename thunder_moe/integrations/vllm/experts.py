@@ -7,7 +7,7 @@ Legend: T tokens, A = top_k, M = T * A rows, E experts of this rank, H hidden_si
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any
 
 import torch
 import vllm.model_executor.layers.fused_moe.modular_kernel as mk
@@ -188,7 +188,7 @@ class ThunderExperts(mk.FusedMoEExpertsModular):  # type: ignore[misc]
         layout, kind = self._layouts[name], self._kind
         tensors[1] = tensors[1].view(self._format.scale_dtype)  # vLLM has E8M0 as bytes
         if torch.compiler.is_compiling():
-            return cast("PackedWeight", kind.unchecked(*tensors, layout))
+            return kind.unchecked(*tensors, layout)
         places = tuple(tensor.data_ptr() for tensor in tensors)
         known = self._made.get(name)
         if known is None or known[0] != places:
@@ -304,5 +304,4 @@ class ThunderExperts(mk.FusedMoEExpertsModular):  # type: ignore[misc]
 def _multiply(name: str, rows: Tensor, weight: PackedWeight, offsets: Tensor, *more: Any) -> Tensor:
     """Run an operator on rows (M, K): the one of this NVFP4 name, or its counterpart for the weight's number format."""
     operator = getattr(torch.ops.thunder_moe, op_name_for(name, weight.format))
-    out: Tensor = operator(rows, *operands(weight), offsets, *more, layout=weight.layout)
-    return out
+    return operator(rows, *operands(weight), offsets, *more, layout=weight.layout)

@@ -153,8 +153,7 @@ class _Dense:
         """Multiply x (..., K) by the weight -> (..., N)."""
         scales = [layer.weight_scale] if self._format is MXFP8 else [layer.weight_scale, layer.weight_scale_2]
         operator = getattr(torch.ops.thunder_moe, self._operator)
-        out: Tensor = operator(x, layer.weight.t(), *scales, bias, layout=self.layout)
-        return out
+        return operator(x, layer.weight.t(), *scales, bias, layout=self.layout)
 
 
 class _MxFp8Dense(_Dense):

@@ -27,8 +27,7 @@ class PerExpert:
     config: Any
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
-        names: set[str] = super().load_weights(self._per_expert(weights))  # type: ignore[misc]
-        return names
+        return super().load_weights(self._per_expert(weights))  # type: ignore[misc]
 
     def _per_expert(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         """Yield names and tensors of one expert's projection each; one number for all experts is repeated."""

@@ -161,8 +161,7 @@ class _Grouped(_Batch):
         ends = self.ends
         if weight.shape[1] != self.experts:
             ends = ends[self.experts - 1 :: self.experts].contiguous()
-        out: Tensor = torch.ops.thunder_moe.grouped_linear(x.to(weight.dtype), weight.flatten(0, 1), ends)
-        return out
+        return torch.ops.thunder_moe.grouped_linear(x.to(weight.dtype), weight.flatten(0, 1), ends)
 
 
 class _Sorted(_Grouped):

@@ -286,8 +286,7 @@ def router(
     """Route (T, E), (E,) -> scores (T, A) in a dtype, int64 ids (T, A), row_slot, offsets, slot_row (`moe_router`)."""
     bias = None if bias is None else bias.detach().float().contiguous()
     run = _router_of(tuple(logits.shape), form, logits.dtype, dtype)
-    results: tuple[Tensor, Tensor, Tensor, Tensor, Tensor] = run(logits.detach().contiguous(), bias)
-    return results
+    return run(logits.detach().contiguous(), bias)
 
 
 linear_router = functools.partial(reference.linear_router, choose=router)

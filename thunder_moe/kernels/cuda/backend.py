@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import sys
 from dataclasses import replace
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -245,8 +245,7 @@ def combine(rows: Tensor, slot_row: Tensor, slot_weight: Tensor | None, *, out: 
     per token."""
     if rows.numel() == 0 or slot_row.numel() == 0:
         return rows.new_zeros(slot_row.shape[0], rows.shape[1]) if out is None else out.zero_()
-    summed: Tensor = operators.run("combine", aligned(rows), slot_row.contiguous(), aligned_float(slot_weight), out)
-    return summed
+    return operators.run("combine", aligned(rows), slot_row.contiguous(), aligned_float(slot_weight), out)
 
 
 def swiglu(
@@ -292,8 +291,7 @@ def route(expert_ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]
     """Sort slots by expert: (T, A) -> row_slot int32 (M,), offsets int32 (E,), slot_row int32 (T, A)."""
     if expert_ids.numel() == 0 or num_experts > MAX_EXPERTS:
         return reference.route(expert_ids, num_experts)
-    order: tuple[Tensor, Tensor, Tensor] = operators.run("moe_route", expert_ids.contiguous(), num_experts)
-    return order
+    return operators.run("moe_route", expert_ids.contiguous(), num_experts)
 
 
 def router(
@@ -306,9 +304,7 @@ def router(
     if reason is not None or logits.shape[0] == 0:
         return reference.router(logits, bias, form, dtype)
     options = dict(vars(form), scores_dtype=None if dtype == logits.dtype else dtype)
-    results: tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
-    results = operators.run("moe_router", aligned(logits), aligned_float(bias), **options)
-    return results
+    return operators.run("moe_router", aligned(logits), aligned_float(bias), **options)
 
 
 def linear_router(
@@ -328,9 +324,7 @@ def linear_router(
     dtypes = dict(logits_dtype=logits_dtype, scores_dtype=dtype)
     options = {name: None if value == hidden.dtype else value for name, value in dtypes.items()} | vars(form)
     operands = aligned(hidden), aligned(weight), aligned_float(linear_bias), aligned_float(bias)
-    results: tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
-    results = operators.run("moe_linear_router", *operands, **options)
-    return results
+    return operators.run("moe_linear_router", *operands, **options)
 
 
 def _router_logits(hidden: Tensor, weight: Tensor, linear_bias: Tensor | None, dtype: torch.dtype) -> Tensor:
@@ -460,7 +454,7 @@ def to_tiled(weight: WeightT) -> WeightT:
     kernel = "write_tiled" if of_nvfp4 else "write_tiled_mxfp8"
     launch_per_block((kernel,), tensors, weight.shape, weight.format.block_size)
     tiled: Any = weight
-    return cast("WeightT", replace(tiled, qdata=qdata, scale=scale, layout=TILED))
+    return replace(tiled, qdata=qdata, scale=scale, layout=TILED)
 
 
 def launch_per_block(
@@ -504,8 +498,7 @@ def _run(
         options |= _mode()
     if config is not None:
         options["config"] = config
-    result: Tensor = operators.run(_name(name, weight), *args, **options)
-    return result
+    return operators.run(_name(name, weight), *args, **options)
 
 
 def _mode() -> dict[str, bool]:

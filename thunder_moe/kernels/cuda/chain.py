@@ -165,11 +165,10 @@ class ChainBuilder:
     def build(self) -> Chain:
         """Return the chain."""
         functions = launch.current_stream, nvrtc.bind_context, _tensor_map, nvrtc.raise_error, self._index
-        chain: Chain = _extension().build(
+        return _extension().build(
             self._operands, self._options, self._results, self._launches, self._semaphores, self._scratch,
             self._index or 0, self.device.type == "cuda", functions, launch.launch_address(),
         )  # fmt: skip
-        return chain
 
 
 def launched(chain: Chain | Any, *operands: Any, **options: Any) -> Any:

@@ -54,10 +54,7 @@ def grouped_mm(
         return None
     config = config or for_adapter(plan.config, rank)
     rows, inner, b = (aligned(each.detach()) for each in (rows, inner, b))
-    out: Tensor = operators.run(
-        _GEMM, rows, operands_of(weight), offsets.contiguous(), inner, b, layout=TILED, config=config
-    )
-    return out
+    return operators.run(_GEMM, rows, operands_of(weight), offsets.contiguous(), inner, b, layout=TILED, config=config)
 
 
 def dgrad(

@@ -116,8 +116,7 @@ def prepare(
         last = max((place + 1 for place, argument in enumerate(args) if argument is not None), default=0)
         chain, _ = describe(name, args[:last], options)
         chains.remember(kind, chain)
-    found: Callable[..., Any] | None = chain
-    return found
+    return chain
 
 
 def attempt(name: str, *args: Any, **options: Any) -> Any:

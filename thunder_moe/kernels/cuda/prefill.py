@@ -59,5 +59,4 @@ def multiply(rows: Tensor, weight: Tensor, offsets: Tensor, target: Target) -> T
     experts, n, k = weight.shape
     kernel = kernel_for(rows.dtype, n, k, target.capability, 0)
     run = prepare_linear(LinearSpec(rows.shape[0], experts, n, k, rows.dtype, target), kernel)
-    out: Tensor = launched(run, rows, weight, offsets)
-    return out
+    return launched(run, rows, weight, offsets)

@@ -327,8 +327,7 @@ def _linear(rows: Tensor, weight: Tensor, offsets: Tensor, out: Tensor | None) -
     kernel = linears.kernel_for(rows.dtype, n, k, where.capability, addresses)
     into = () if out is None else (out,)
     spec = LinearSpec(m, experts, n, k, rows.dtype, where, transposed, wide, zero_tail=not into, into=bool(into))
-    product: Tensor = launched(linears.prepare_linear(spec, kernel), rows, weight, offsets, *into)
-    return product
+    return launched(linears.prepare_linear(spec, kernel), rows, weight, offsets, *into)
 
 
 def _multiply(rows: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
@@ -336,8 +335,7 @@ def _multiply(rows: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
     if weight.stride(2) != 1 and weight.stride(1) != 1:
         weight = weight.contiguous()
     ends = _ends(offsets, rows.shape[0])
-    product: Tensor = torch._grouped_mm(aligned(rows), weight.transpose(1, 2), offs=ends)
-    return product
+    return torch._grouped_mm(aligned(rows), weight.transpose(1, 2), offs=ends)
 
 
 def zero_past_end(rows: Tensor, offsets: Tensor) -> Tensor:
