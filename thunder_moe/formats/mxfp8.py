@@ -13,8 +13,9 @@ from thunder_moe.formats.block_format import MXFP8
 from thunder_moe.formats.checks import require_type
 from thunder_moe.formats.gptq import check_hessian, quantize_with_feedback
 from thunder_moe.formats.mxfp8_tiled_64x64 import SCALE_OFFSET
-from thunder_moe.formats.nvfp4 import check_finite, decode, expert_amax, require_dense, row_chunks
+from thunder_moe.formats.nvfp4 import check_amax as check_finite
 from thunder_moe.formats.nvfp4 import check_quantizable as check_quantizable_in
+from thunder_moe.formats.nvfp4 import decode, expert_amax, require_dense, row_chunks
 from thunder_moe.formats.weight import MXFP8Weight
 
 __all__ = [
@@ -112,7 +113,7 @@ def quantize_unchecked(weight: Tensor, scale_search: str | None = None) -> tuple
 
 def check_amax(amax: Tensor, dtype: torch.dtype) -> None:
     """Raises the ValueError of `quantize` by the largest magnitude (E,) of each expert. Synchronises."""
-    check_finite(amax)
+    check_finite(amax, dtype)
     infinite = amax >= _FLOAT16_INFINITE
     if dtype == torch.float16 and bool(infinite.any()):
         bad = infinite.nonzero().flatten().tolist()

@@ -24,7 +24,7 @@ __all__ = [
     "LAYOUTS",
     "WEIGHT_DTYPES",
     "NVFP4Weight",
-    "check_finite",
+    "check_amax",
     "check_quantizable",
     "decode",
     "dequantize",
@@ -82,14 +82,14 @@ def quantize(weight: Tensor, *, scale_search: str | None = None, hessian: Tensor
     if hessian is not None:
         return _quantize_with_feedback(weight, hessian, scale_search)
     packed, amax = quantize_unchecked(weight, scale_search)
-    check_finite(amax)
+    check_amax(amax, weight.dtype)
     return packed
 
 
 def _quantize_with_feedback(weight: Tensor, hessian: Tensor, scale_search: str | None) -> NVFP4Weight:
     check_quantizable(weight, scale_search)
     hessian, amax = check_hessian(hessian, weight), expert_amax(weight.detach())
-    check_finite(amax)
+    check_amax(amax, weight.dtype)
 
     def choose_scale(block: Tensor, of_expert: Tensor) -> Tensor:
         return _block_scale(block.abs()[:, :, None], of_expert[..., None], scale_search is not None)[..., 0]
@@ -158,7 +158,7 @@ def expert_amax(weight: Tensor) -> Tensor:
     return torch.maximum(-weight.amin((1, 2)), weight.amax((1, 2))).float()
 
 
-def check_finite(amax: Tensor) -> None:
+def check_amax(amax: Tensor, dtype: torch.dtype) -> None:
     """Raises the ValueError of `quantize` if the largest magnitude (E,) of an expert is NaN or Inf. Synchronises."""
     if not bool(torch.isfinite(amax).all()):
         bad = (~torch.isfinite(amax)).nonzero().flatten().tolist()
@@ -204,14 +204,7 @@ def dequantize_expert(weight: NVFP4Weight, expert: int, out: Tensor) -> None:
 
 
 def _dequantize_rows(qdata: Tensor, scale: Tensor, global_scale: Tensor, out: Tensor) -> None:
-    """Dequantizes some rows of one expert into `out`.
-
-    Args:
-        qdata: uint8 (R, K // 2).
-        scale: float8_e4m3fn (R, K // 16), linear.
-        global_scale: float32 (R,).
-        out: (R, K), contiguous; float32, bfloat16 or float16.
-    """
+    """Dequantizes rows of one expert, (R, K // 2), (R, K // 16) linear and (R,), into a contiguous `out` (R, K)."""
     # One gather fetches two values: as bfloat16 (which holds E2M1 exactly) the pair of a byte is one 32-bit word.
     pairs = _pair_table(out.device).index_select(0, qdata.flatten().int()).view(torch.bfloat16)
     factor = scale.float() * global_scale[:, None]  # [R, K // 16]

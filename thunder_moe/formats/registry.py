@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from thunder_moe.formats import mxfp8, nvfp4
-from thunder_moe.formats.block_format import BLOCK_FORMATS
+from thunder_moe.formats.block_format import MXFP8, NVFP4
 from thunder_moe.formats.weight import PackedWeight
 
 __all__ = ["FORMATS", "NumberFormat", "check_scale_search", "dequantize", "dequantize_expert", "find_format"]
@@ -29,6 +29,7 @@ class NumberFormat:
         quantize: (E, N, K) of 16 or 32 bits -> the packed weight; also takes scale_search and hessian.
         quantize_unchecked: the same without the check for NaN and Inf, and the largest magnitude (E,) of each expert.
         check_quantizable: raises the ValueError of `quantize` for what can be seen without data.
+        check_amax: raises its ValueError for the largest magnitudes of the experts, and the dtype of the weight.
         dequantize: the inverse; also takes the dtype of the result.
         dequantize_expert: (weight in layout "linear", expert, out): one expert into `out` (N, K).
         block_size: weights along K that share a scale.
@@ -39,6 +40,7 @@ class NumberFormat:
     quantize: Callable[..., Any]
     quantize_unchecked: Callable[..., tuple[Any, Tensor]]
     check_quantizable: Callable[[Tensor, str | None], None]
+    check_amax: Callable[[Tensor, torch.dtype], None]
     dequantize: Callable[..., Tensor]
     dequantize_expert: Callable[[Any, int, Tensor], None]
     block_size: int
@@ -46,11 +48,11 @@ class NumberFormat:
 
 
 FORMATS = {
-    name: NumberFormat(
-        name, module.quantize, module.quantize_unchecked, module.check_quantizable, module.dequantize,
-        module.dequantize_expert, BLOCK_FORMATS[name].block_size, BLOCK_FORMATS[name].bits_per_weight,
+    block.name: NumberFormat(
+        block.name, module.quantize, module.quantize_unchecked, module.check_quantizable, module.check_amax,
+        module.dequantize, module.dequantize_expert, block.block_size, block.bits_per_weight,
     )
-    for name, module in (("nvfp4", nvfp4), ("mxfp8", mxfp8))
+    for block, module in ((NVFP4, nvfp4), (MXFP8, mxfp8))
 }  # fmt: skip
 
 

@@ -129,9 +129,8 @@ def prepare(name: str, args: Sequence[Any], options: dict[str, Any], format: str
     """Prepare the chain of kernels of an operator for all arguments of a kind, for `chains.find`.
 
     Args:
-        name: the name of the operator.
-        args: the arguments of its description, which have passed its checks: weights are `WeightOperands`.
-        options: likewise.
+        name, args, options: the operator and the arguments of its description, which have passed its checks: weights
+            are `WeightOperands`.
         format: the number format of the operator's weights.
         kind: `chains.kind_of` these.
     """
@@ -199,13 +198,10 @@ def quantize_to(format: str, weight: Tensor, *, scale_search: str | None = None)
         ValueError: as the format's `quantize`, or there is no such format.
     """
     known = find_format(format)
-    kernels = _cuda_quantizer(weight.device, format)
+    kernels = _cuda_quantizer(weight.device, known.name)
     if kernels is None:
         return known.quantize(weight, scale_search=scale_search)
-    if format == NVFP4.name:
-        return kernels.quantize(weight, scale_search=scale_search)
-    known.check_quantizable(weight, scale_search)
-    return kernels.quantize_mxfp8(weight)
+    return kernels.quantize(weight, known.name, scale_search=scale_search)
 
 
 def fake_quantize(weight: Tensor, scale_search: str | None = None, format: str = NVFP4.name) -> Tensor:
@@ -215,11 +211,10 @@ def fake_quantize(weight: Tensor, scale_search: str | None = None, format: str =
     """
     known = find_format(format)
     kernels = _cuda_quantizer(weight.device, format)
-    if kernels is None or format == NVFP4.name:
-        packed, amax = (kernels or known).quantize_unchecked(weight, scale_search)
+    if kernels is None:
+        packed, amax = known.quantize_unchecked(weight, scale_search)
     else:
-        known.check_quantizable(weight, scale_search)
-        packed, amax = kernels.quantize_mxfp8_unchecked(weight)
+        packed, amax = kernels.quantize_unchecked(weight, format, scale_search)
     finite = torch.isfinite(amax)
     if format == NVFP4.name:
         packed = NVFP4Weight.unchecked(

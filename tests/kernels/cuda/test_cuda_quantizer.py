@@ -53,7 +53,7 @@ def test_the_same_bytes_of_mxfp8(device, dtype):
     weight[0, 11, :32] = torch.tensor([448.0, 449.0, 450.0, 2.0**-9, 2.0**-10, 3 * 2.0**-10, 464.0, 17.0]).repeat(4)
     weight[0, 12, :32] = weight[0, 12, :32].sign() * 1e-7
     expected = mxfp8.quantize(weight)
-    got = quantizer.quantize_mxfp8(weight.to(device))
+    got = quantizer.quantize(weight.to(device), "mxfp8")
     same(got, expected)
     same(quantizer.to_tiled(got), expected.to_layout("tiled_64x64"))
 
@@ -82,7 +82,7 @@ def test_strides_chunks_and_shapes(device, monkeypatch):
     ):
         same(quantizer.quantize(weight), quantize(weight.cpu()))
         if weight.shape[-1] % 32 == 0:
-            same(quantizer.quantize_mxfp8(weight), mxfp8.quantize(weight.cpu()))
+            same(quantizer.quantize(weight, "mxfp8"), mxfp8.quantize(weight.cpu()))
 
 
 def test_tiny_and_huge_experts(device):
@@ -93,7 +93,7 @@ def test_tiny_and_huge_experts(device):
     weight[2, 0, :4] = torch.tensor([1e-44, 1e-45, -1e-45, 0.0])
     same(quantizer.quantize(weight.to(device)), quantize(weight))
     weight[3, 0, 0], weight[3, 1, :2] = 2.6e-36, 1e-37
-    same(quantizer.quantize_mxfp8(weight.to(device)), mxfp8.quantize(weight))
+    same(quantizer.quantize(weight.to(device), "mxfp8"), mxfp8.quantize(weight))
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
@@ -103,7 +103,7 @@ def test_refuses_what_is_not_finite(device, value):
     with pytest.raises(ValueError, match=r"weight: got NaN or Inf in experts \[1\], wanted finite values"):
         quantizer.quantize(weight.to(device))
     with pytest.raises(ValueError, match=r"weight: got NaN or Inf in experts \[1\], wanted finite values"):
-        quantizer.quantize_mxfp8(weight.to(device))
+        quantizer.quantize(weight.to(device), "mxfp8")
 
 
 def test_to_tiled_of_any_bytes(device):

@@ -7,85 +7,62 @@ NVFP4: largest magnitude of each expert -> codes and scales; the weight is read 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from thunder_moe.formats import mxfp8, nvfp4
-from thunder_moe.formats.nvfp4 import BLOCK_SIZE, NVFP4Weight
-from thunder_moe.formats.weight import MXFP8Weight
+from thunder_moe.formats.block_format import BLOCK_FORMATS, NVFP4
+from thunder_moe.formats.registry import FORMATS
+from thunder_moe.formats.weight import WEIGHTS, PackedWeight
 from thunder_moe.kernels.arguments import DTYPE_CODES
 from thunder_moe.kernels.cuda import backend
 from thunder_moe.kernels.cuda.operands import aligned
 
-__all__ = ["quantize", "quantize_mxfp8", "quantize_mxfp8_unchecked", "quantize_unchecked", "to_tiled"]
+__all__ = ["quantize", "quantize_unchecked", "to_tiled"]
 
 _COPY_BYTES = 2**28  # of a weight that is not contiguous, copied at a time
 to_tiled = backend.to_tiled
 
 
-def quantize(weight: Tensor, *, scale_search: str | None = None) -> NVFP4Weight:
-    """Run `formats.nvfp4.quantize` on a weight on a CUDA device.
+def quantize(weight: Tensor, format: str = NVFP4.name, *, scale_search: str | None = None) -> PackedWeight:
+    """Run `quantize` of a format's module on a weight on a CUDA device.
 
     Args:
-        weight: (E, N, K), float32, bfloat16 or float16, any strides; K a multiple of 16.
-        scale_search: None or "mse".
+        weight: (E, N, K), float32, bfloat16 or float16, any strides; K a multiple of the format's block size.
+        format: the name of the number format.
+        scale_search: as in the format's `quantize`.
 
     Raises:
-        ValueError: as `formats.nvfp4.quantize`.
+        ValueError: as there.
     """
-    packed, amax = quantize_unchecked(weight, scale_search)
-    nvfp4.check_finite(amax)
+    packed, amax = quantize_unchecked(weight, format, scale_search)
+    FORMATS[format].check_amax(amax, weight.dtype)
     return packed
 
 
-def quantize_unchecked(weight: Tensor, scale_search: str | None = None) -> tuple[NVFP4Weight, Tensor]:
-    """Run `formats.nvfp4.quantize_unchecked` on a weight on a CUDA device. Does not synchronise."""
-    nvfp4.check_quantizable(weight, scale_search)
-    weight = weight.detach()
-    experts, n, k = weight.shape
-    search = str(scale_search is not None).lower()
+def quantize_unchecked(
+    weight: Tensor, format: str = NVFP4.name, scale_search: str | None = None
+) -> tuple[PackedWeight, Tensor]:
+    """Run `quantize_unchecked` of a format's module on a weight on a CUDA device. Does not synchronise."""
+    FORMATS[format].check_quantizable(weight, scale_search)
+    weight, known, dtype = weight.detach(), BLOCK_FORMATS[format], DTYPE_CODES[weight.dtype]
+    (experts, n, k), empty = weight.shape, partial(torch.empty, device=weight.device)
     amax = torch.zeros(experts, dtype=torch.int32, device=weight.device)
-    qdata = torch.empty(experts, n, k // 2, dtype=torch.uint8, device=weight.device)
-    scale = torch.empty(experts, n, k // BLOCK_SIZE, dtype=torch.float8_e4m3fn, device=weight.device)
-    global_scale = torch.ones(experts, dtype=torch.float32, device=weight.device)
-    dtype = DTYPE_CODES[weight.dtype]
-    kernels = f"largest_magnitude<{dtype}>", f"quantize<{dtype}, {search}>"
+    made = [
+        empty(experts, n, k // known.codes_per_byte, dtype=known.code_dtypes[0]),
+        empty(experts, n, k // known.block_size, dtype=known.scale_dtype),
+    ]
+    kernels: tuple[str, ...] = (f"quantize_mxfp8<{dtype}>",)
+    if known is NVFP4:
+        made.append(torch.ones(experts, dtype=torch.float32, device=weight.device))
+        kernels = f"largest_magnitude<{dtype}>", f"quantize<{dtype}, {str(scale_search is not None).lower()}>"
     for part in _parts(weight):
         rows = aligned(weight[part])
-        tensors = (rows, None, None, None, amax[part], qdata[part], scale[part], global_scale[part])
-        backend.launch_per_block(kernels, tensors, tuple(rows.shape), BLOCK_SIZE)
-    return NVFP4Weight(qdata, scale, global_scale), amax.view(torch.float32)
-
-
-def quantize_mxfp8(weight: Tensor) -> MXFP8Weight:
-    """Run `formats.mxfp8.quantize` on a weight on a CUDA device.
-
-    Args:
-        weight: (E, N, K), float32, bfloat16 or float16, any strides; K a multiple of 32.
-
-    Raises:
-        ValueError: as `formats.mxfp8.quantize`.
-    """
-    packed, amax = quantize_mxfp8_unchecked(weight)
-    mxfp8.check_amax(amax, weight.dtype)
-    return packed
-
-
-def quantize_mxfp8_unchecked(weight: Tensor) -> tuple[MXFP8Weight, Tensor]:
-    """Run `formats.mxfp8.quantize_unchecked` on a weight on a CUDA device. Does not synchronise."""
-    mxfp8.check_quantizable(weight, None)
-    weight = weight.detach()
-    experts, n, k = weight.shape
-    amax = torch.zeros(experts, dtype=torch.int32, device=weight.device)
-    qdata = torch.empty(experts, n, k, dtype=torch.float8_e4m3fn, device=weight.device)
-    scale = torch.empty(experts, n, k // mxfp8.BLOCK_SIZE, dtype=torch.float8_e8m0fnu, device=weight.device)
-    kernel = f"quantize_mxfp8<{DTYPE_CODES[weight.dtype]}>"
-    for part in _parts(weight):
-        rows = aligned(weight[part])
-        tensors = (rows, None, None, None, amax[part], qdata[part], scale[part], None)
-        backend.launch_per_block((kernel,), tensors, tuple(rows.shape), mxfp8.BLOCK_SIZE)
-    return MXFP8Weight(qdata, scale), amax.view(torch.float32)
+        qdata, scale, global_scale = (*(tensor[part] for tensor in made), None)[:3]
+        tensors = (rows, None, None, None, amax[part], qdata, scale, global_scale)
+        backend.launch_per_block(kernels, tensors, tuple(rows.shape), known.block_size)
+    return WEIGHTS[format](*made), amax.view(torch.float32)
 
 
 def _parts(weight: Tensor) -> Iterator[slice]:
