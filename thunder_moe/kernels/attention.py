@@ -40,18 +40,8 @@ def cudnn_groups_heads_of(
     device: str, dtype: torch.dtype, mask_dtype: torch.dtype, heads: int, key_heads: int, width: int, value_width: int,
     queries: int,
 ) -> bool:  # fmt: skip
-    """Return `cudnn_groups_heads` for tensors of these sizes, for compilers that have no tensors yet.
-
-    Args:
-        device: "cuda", "cuda:1", ...
-        dtype: the dtype of query, keys and values.
-        mask_dtype: the dtype of the mask.
-        heads: Hq.
-        key_heads: Hkv.
-        width: D.
-        value_width: Dv.
-        queries: Q.
-    """
+    """Return `cudnn_groups_heads` for tensors of these sizes (Hq, Hkv, D, Dv and Q), for compilers that have no tensors
+    yet."""
     if torch.device(device).type != "cuda":
         return False
     with unset_fake_temporarily(), torch.no_grad():

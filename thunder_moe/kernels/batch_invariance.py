@@ -44,21 +44,14 @@ def is_batch_invariant() -> bool:
 
 
 def refuse(what: str, remedy: str) -> None:
-    """Raise an error for work without a batch-invariant kernel, if the mode is on.
-
-    Raises:
-        ValueError: the mode is on.
-    """
+    """Raise a ValueError for work without a batch-invariant kernel, if the mode is on."""
     if is_batch_invariant():
         raise ValueError(f"batch_invariant: {what}: a row's bits would depend on other rows; {remedy}")
 
 
 def refuse_plain_torch(rows: Tensor) -> None:
-    """Raise an error for rows that no kernel of their device serves, if the mode is on: torch chooses by their number.
-
-    Raises:
-        ValueError: the mode is on.
-    """
+    """Raise a ValueError for rows that no kernel of their device serves, if the mode is on: torch chooses by their
+    number."""
     what = f"{rows.dtype} rows on {rows.device} run in plain torch"
     refuse(what, "use bfloat16 or float16, and sizes that a CUDA kernel serves")
 

@@ -22,14 +22,7 @@ _LOCK = Lock()
 
 
 def kind_of(name: str, args: Sequence[Any], options: Mapping[str, Any], defaults: Mapping[str, Any]) -> Hashable:
-    """Return a key for the calls that one chain serves: left out, None at the end and the default are the same.
-
-    Args:
-        name: the name of the operator.
-        args: its positional arguments.
-        options: its keyword arguments.
-        defaults: the defaults of the keyword arguments that have one.
-    """
+    """Return a key for the calls that one chain serves: left out, None at the end and the default are the same."""
     last = len(args)
     while last and args[last - 1] is None:
         last -= 1

@@ -81,12 +81,7 @@ def load(what: str, parts: Sequence[str], compile: Callable[[], bytes], open: Ca
 
 
 def compile_library(sources: Sequence[Path], options: Sequence[str], libraries: Sequence[str]) -> bytes:
-    """Return a shared library, whose sources are compiled side by side.
-
-    Args:
-        sources: C++ files.
-        options: the options of the compiler, for each file.
-        libraries: the libraries to link with.
+    """Return a shared library, whose sources are compiled side by side, each with these options of the compiler.
 
     Raises:
         RuntimeError: the compiler failed; the message is the compiler's.

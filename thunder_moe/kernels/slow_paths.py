@@ -25,12 +25,8 @@ def warn_once(cause: Hashable, message: str) -> None:
 
 
 def to_linear(weight: Weight, reader: str = "the kernels") -> Weight:
-    """Return a weight in layout "linear", for a backend that reads no other: a conversion costs far more than a GEMM.
-
-    Args:
-        weight: in any layout.
-        reader: the name of the backend that reads it, for the warning.
-    """
+    """Return a weight in layout "linear", for a backend that reads no other; warn of the `reader` if it is converted,
+    which costs far more than a GEMM."""
     if weight.layout == LINEAR:
         return weight
     warn_once(

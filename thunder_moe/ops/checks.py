@@ -31,11 +31,7 @@ ACTIVATION_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def check_operands(activation: Tensor, weight: WeightOperands, offsets: Tensor, layout: str) -> None:
-    """Check everything that can be checked without data.
-
-    Raises:
-        ValueError: names the argument, what it was and what is wanted.
-    """
+    """Raise a ValueError that names an operand that does not fit, as far as that needs no data."""
     require(activation.ndim == 2, "activation", activation, "shape (rows, in_features)")
     k, format, codes, name = activation.shape[1], weight.format, weight.codes, weight.names[0]
     if k % format.block_size or k == 0:
@@ -49,11 +45,7 @@ def check_operands(activation: Tensor, weight: WeightOperands, offsets: Tensor, 
 
 
 def check_rows_and_weight(name: str, rows: Tensor, weight: WeightOperands, offsets: Tensor, layout: str) -> None:
-    """Run `check_operands` except for the columns of the rows; `name` is what the operator calls the rows.
-
-    Raises:
-        ValueError: names the argument, what it was and what is wanted.
-    """
+    """Run `check_operands` except for the columns of the rows; `name` is what the operator calls the rows."""
     if rows.dtype not in ACTIVATION_DTYPES:
         raise mismatch(name, rows, f"a dtype of {ACTIVATION_DTYPES}")
     weight.check(layout)
@@ -67,11 +59,7 @@ def check_rows_and_weight(name: str, rows: Tensor, weight: WeightOperands, offse
 
 
 def check_optional(name: str, tensor: Tensor | None, shape: tuple[int, ...], activation: Tensor) -> None:
-    """Check an optional floating-point operand.
-
-    Raises:
-        ValueError: names the argument, what it was and what is wanted.
-    """
+    """Raise a ValueError unless an optional operand is None, or floating-point, of a shape and on a device."""
     if tensor is None:
         return
     if tensor.shape != shape:

@@ -45,11 +45,7 @@ def check_experts(
     gate_up_layout: str = LINEAR, down_layout: str = LINEAR, limit: float | None = None, expert_ranks: int = 1,
     **_: Any,
 ) -> None:  # fmt: skip
-    """Check the arguments of `f16a_nvfp4weight_moe_experts` as far as that needs no data.
-
-    Raises:
-        ValueError: names the argument, what it was and what is wanted.
-    """
+    """Raise the ValueError of `f16a_nvfp4weight_moe_experts`, as far as that needs no data."""
     for name, layout in (("gate_up_layout", gate_up_layout), ("down_layout", down_layout)):
         if layout not in LAYOUTS:
             raise ValueError(f"{name}: got {layout!r}, wanted one of {LAYOUTS}")
@@ -102,11 +98,7 @@ def _check_values(hidden_states: Tensor, expert_ids: Tensor, *arguments: Tensor 
 
 
 def check_order(expert_ids: Tensor, order: tuple[Tensor | None, ...]) -> None:
-    """Check the values of row_slot, offsets and slot_row on a CPU, where they are given.
-
-    Raises:
-        ValueError: names the argument, what it was and what is wanted.
-    """
+    """Raise a ValueError for values of row_slot, offsets and slot_row out of range, on a CPU, where they are given."""
     require(expert_ids.numel() < 2**31, "expert_ids", expert_ids, "less than 2**31 ids: rows are int32")
     row_slot, offsets, slot_row = order
     if row_slot is None or offsets is None or slot_row is None or offsets.device.type != "cpu":

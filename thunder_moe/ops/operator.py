@@ -445,19 +445,10 @@ def _only_devices() -> bool:
 def define(
     name: str, schema: str, kernel: Callable[..., Any], fake: Callable[..., Any]
 ) -> tuple[torch.library.Library, Any]:
-    """Register an operator of the namespace thunder_moe at the dispatcher's low level.
+    """Register an operator of the namespace thunder_moe at the dispatcher's low level: -> its library, its overload.
 
     `torch.library.custom_op` would run three Python functions around the kernel at every call. Like there, an operator
     of the same name is replaced, for modules that are reloaded.
-
-    Args:
-        name: the name of the operator, without the namespace.
-        schema: the schema behind the name; the operator changes no argument, and returns none.
-        kernel: the implementation for all devices.
-        fake: the implementation for tensors without data.
-
-    Returns:
-        The library that the operator belongs to, and its overload.
     """
     library = get_library_allowing_overwrite("thunder_moe", name)
     library.define(f"{name}{schema}", tags=(torch.Tag.pt2_compliant_tag,))

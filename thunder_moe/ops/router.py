@@ -56,7 +56,7 @@ def _check_form(
     scores_dtype: torch.dtype | None,
     options: dict[str, Any],
 ) -> None:
-    """Return the bias and the options of a choice among so many experts."""
+    """Raise a ValueError for a bias or options that do not fit a choice among so many experts."""
     if bias is not None:
         ok = bias.shape == (experts,) and bias.dtype in ACTIVATION_DTYPES and bias.device == device
         require(ok, "bias", bias, f"shape ({experts},), dtype bfloat16, float16 or float32, on {device}")
@@ -192,11 +192,7 @@ def check_linear_router(
     prefetch: bool = False,
     **options: Any,
 ) -> None:
-    """Check the arguments of `moe_linear_router`, as far as that needs no data.
-
-    Raises:
-        ValueError: names the argument, what it was and what is wanted.
-    """
+    """Raise the ValueError of `moe_linear_router`, as far as that needs no data."""
     dtype, device = hidden_states.dtype, hidden_states.device
     require(hidden_states.ndim == 2, "hidden_states", hidden_states, "shape (tokens, hidden_size)")
     require(dtype in ACTIVATION_DTYPES, "hidden_states", hidden_states, "dtype bfloat16, float16 or float32")

@@ -83,11 +83,7 @@ def check_scaled_mm(
     layout: str = LINEAR,
     prefetch: bool = False,
 ) -> None:
-    """Check the arguments of `f16a_nvfp4weight_scaled_mm`, as far as that needs no data.
-
-    Raises:
-        ValueError: names the argument, what it was and what is wanted.
-    """
+    """Raise the ValueError of `f16a_nvfp4weight_scaled_mm`, as far as that needs no data."""
     _check_operands("activation", activation, weight, layout, "in_features")
     check_optional("bias", bias, (weight.codes.shape[1],), activation)
 

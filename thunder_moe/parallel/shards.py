@@ -183,7 +183,6 @@ def shard_weight_(linear: nn.Module, sharding: WeightSharding, source: int | Non
 
     Args:
         linear: one that `check_sharding` accepts.
-        sharding: of its weight.
         source: the rank whose weights are distributed; None: each rank shards its own, without communication.
     """
     linear.__dict__["_sharding"] = sharding

@@ -207,15 +207,10 @@ class ThunderExperts(mk.FusedMoEExpertsModular):  # type: ignore[misc]
         workspaces and the counts of tokens.
 
         Args:
-            output: (T, H).
-            hidden_states: (T, H); with apply_router_weight_on_input multiplied by the weights already.
+            hidden_states: (T, H); with apply_router_weight_on_input, as in Llama 4, multiplied by the weights already.
             w1: only its shape is used; `take_weights` has the weights.
-            topk_weights: (T, A).
             topk_ids: (T, A), physical experts of all ranks, or -1 for none.
-            activation: of the layer.
-            global_num_experts: of all ranks.
             expert_map: (experts of all ranks,) -> experts of this rank, -1 for experts of others; None for one rank.
-            apply_router_weight_on_input: True for Llama 4's layers.
         """
         ids = local_ids(topk_ids, expert_map)
         weights = torch.ones_like(topk_weights) if apply_router_weight_on_input else topk_weights
@@ -241,14 +236,7 @@ class ThunderExperts(mk.FusedMoEExpertsModular):  # type: ignore[misc]
             output.copy_(self.run(hidden_states, ids, weights, activation))
 
     def run(self, hidden_states: Tensor, ids: Tensor, weights: Tensor, activation: MoEActivation) -> Tensor:
-        """Return the weighted sums of the experts of this rank, (T, H) -> (T, H).
-
-        Args:
-            hidden_states: (T, H).
-            ids: int32 (T, A), experts of this rank, or -1.
-            weights: (T, A).
-            activation: of the layer.
-        """
+        """Return the weighted sums of the experts of this rank, (T, H) -> (T, H); ids are int32 (T, A), or -1."""
         if activation not in FUSED_ACTIVATIONS:
             return self._run_by_steps(hidden_states, ids, weights, activation)
         options: dict[str, Any] = self._swiglu_options(activation) | self.biases

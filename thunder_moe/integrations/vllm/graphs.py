@@ -18,13 +18,8 @@ _choices: set[str] = set()  # of all models of this process
 
 
 def decide(what: str, format: str, reason: str | None) -> bool:
-    """Return True if `reason` is None; log whose kernels run, and the reason.
-
-    Args:
-        what: "experts" or "dense layers".
-        format: the name of their weights' number format.
-        reason: why vLLM's own kernels run them; None if ours do.
-    """
+    """Return True if `reason`, why vLLM's own kernels run "experts" or "dense layers" in a number format, is None; log
+    whose kernels run them, and the reason."""
     _choices.add(f"{what} in {format}: {'thunder_moe' if reason is None else 'vLLM'}")
     layers = f"{format.upper()} {what}"
     if reason is None:

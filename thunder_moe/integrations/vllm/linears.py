@@ -85,11 +85,7 @@ def dense_unsupported_reason(format: BlockFormat = NVFP4) -> str | None:
 
 
 def modelopt_linear_method(method: Any) -> Any:
-    """Return our method for a dense layer in place of vLLM's `method`, or `method` if vLLM runs the layer.
-
-    Args:
-        method: the method of any layer, or None, by vLLM's configuration of a ModelOpt checkpoint.
-    """
+    """Return our method for a dense layer in place of vLLM's, or vLLM's `method` of any other layer, or None."""
     if type(method) is not ModelOptLinearMethod or method.spec.weight not in (kNvfp4Static, kMxfp8Static):
         return method
     kind = ModelOptThunderLinearMethod
@@ -99,13 +95,8 @@ def modelopt_linear_method(method: Any) -> Any:
 
 
 def compressed_tensors_scheme(format: BlockFormat, inputs: Any, layer_name: str) -> CompressedTensorsScheme | None:
-    """Return our scheme for a dense layer of compressed-tensors, or None if vLLM runs it.
-
-    Args:
-        format: of the weight.
-        inputs: the checkpoint's quantization of activations, or None; ours are 16-bit in both cases.
-        layer_name: for messages.
-    """
+    """Return our scheme for a dense layer of compressed-tensors, or None if vLLM runs it. Our activations are 16-bit,
+    with or without a quantization of the checkpoint's `inputs`."""
     if not _runs(format):
         return None
     return ThunderNvfp4Scheme(inputs is None, layer_name) if format is NVFP4 else ThunderMxFp8Scheme(layer_name)
@@ -124,12 +115,7 @@ class _Dense:
     _operator = "f16a_nvfp4weight_scaled_mm"
 
     def pack(self, layer: Any, layer_name: str) -> None:
-        """Puts the loaded weight into the layout of the device's kernel.
-
-        Args:
-            layer: vLLM's LinearBase.
-            layer_name: for messages.
-        """
+        """Puts the loaded weight of vLLM's LinearBase into the layout of the device's kernel."""
         require_loaded(layer, layer_name, "rows", *self._fields[:2])
         require_loaded(layer, layer_name, "merged linears", *self._fields[2:])
         scales = self._global_scales(layer, layer_name)

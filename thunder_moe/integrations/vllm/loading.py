@@ -46,11 +46,7 @@ def require_loaded(layer: Any, layer_name: str, what: str, *names: str) -> None:
     Weights of --load-format dummy are not checked. Weights of sharded_state are refused: vLLM saves them in the layout
     of the kernels, and processes them a second time after loading.
 
-    Args:
-        layer: vLLM's layer.
-        layer_name: for the message.
-        what: a word for dim 0 of the parameters, for the message.
-        names: of parameters.
+    `layer_name` and `what`, a word for dim 0 of the parameters, are for the message.
     """
     require_whole_layer(layer, layer_name)
     if get_layerwise_info(layer).kernel_tensors is None:

@@ -228,9 +228,7 @@ def _strategy(ids: Tensor, context: MoELoRAContext) -> type[_PerSlot | _Grouped]
 def adapter_of_token(context: Any, tokens: int) -> Tensor | None:
     """Return the adapter of each token, integers (T,), negative for none; None if no token of the batch has one.
 
-    Args:
-        context: vLLM's MoELoRAContext.
-        tokens: T; the last ones may be padding of a CUDA graph.
+    The last of the T tokens may be padding of a CUDA graph.
     """
     wrapper = context.punica_wrapper
     meta = getattr(wrapper, "token_mapping_meta", None)

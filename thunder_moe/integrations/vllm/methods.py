@@ -78,13 +78,8 @@ def mxfp8_method(quant_config: ModelOptMxFp8Config, moe_config: FusedMoEConfig) 
 def compressed_tensors_method(
     format: BlockFormat, moe_config: FusedMoEConfig, reason: str | None = None
 ) -> FusedMoEMethodBase | None:
-    """Return our method for the experts of compressed-tensors, or None if vLLM runs them.
-
-    Args:
-        format: of the weights.
-        moe_config: vLLM's, of the layer.
-        reason: why our method cannot load the checkpoint; None if it can.
-    """
+    """Return our method for the experts of compressed-tensors, or None if vLLM runs them. `reason` says why our method
+    cannot load the checkpoint; None if it can."""
     if not decide("experts", format.name, reason or unsupported_reason(moe_config, experts_class(moe_config), format)):
         return None
     kind = CompressedTensorsThunderMoEMethod if format is NVFP4 else CompressedTensorsThunderMxFp8MoEMethod

@@ -60,12 +60,9 @@ def append_mm(
     prefetch: bool,
     norm: NormOperands | None = None,
 ) -> None:
-    """Append a dense layer, (M, K) -> (M, N).
+    """Append a dense layer that `serves_mm`, (M, K) -> (M, N).
 
     Args:
-        chain: the chain.
-        spec: the spec of the GEMM, which `serves_mm`.
-        x, weight, bias, out: operands and result.
         prefetch: the kernel in front of this one does not write the weight, nor the norm's.
         norm: the RMS norm in front of the layer, of x plus a residual.
     """

@@ -46,14 +46,8 @@ class LaunchConfig(ctypes.Structure):
 
 
 def config_of(kernel: nvrtc.Kernel, blocks: int, multiprocessors: int | None) -> bytes:
-    """Return the CUlaunchConfig of a kernel; it points to attributes that the kernel owns.
-
-    Args:
-        kernel: the kernel.
-        blocks: the number of blocks of the grid.
-        multiprocessors: the number of multiprocessors of the device, for persistent kernels: at most as many blocks are
-            launched as run at once.
-    """
+    """Return the CUlaunchConfig of a kernel, which points to attributes that the kernel owns; the arguments are as in
+    `ChainBuilder.launch`."""
     if multiprocessors is not None:
         blocks = min(blocks, multiprocessors * kernel.blocks_per_multiprocessor)
     config = LaunchConfig.from_buffer_copy(ctypes.string_at(kernel.config.getPtr(), ctypes.sizeof(LaunchConfig)))

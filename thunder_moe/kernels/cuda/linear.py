@@ -90,11 +90,8 @@ def append_linear(
     """Append rows of each expert times its weight, (M, K) -> (M, N).
 
     Args:
-        chain: the chain.
-        spec: the spec of the GEMM.
         kernel: one of `KERNELS`; "wgmma" and "mma" take 16-bit numbers, N and K that are multiples of 8, operands that
             are aligned to 16 bytes.
-        x, weight, offsets, out: operands and result.
         adapter: (inner, b, ...) with the spec's rank, for "wgmma": rows (M, R) times b, which has the weight's layout
             with R in place of K, are added.
         tile: the rows of a tile, one of `ROWS`; None: chosen by the rows of an expert.
@@ -141,11 +138,8 @@ def append_packed_linear(
 ) -> None:
     """Append rows times NVFP4 weights in tiles, (M, N) x (E, N, K) -> (M, K), on compute capability 9.0.
 
-    Args:
-        chain: the chain.
-        spec: the spec of the gradient, of at most `MAX_EXPERTS` experts.
-        x, weight, offsets, out: operands and result.
-        adapter: (inner, b, ...) with the spec's rank: rows (M, R) times b (E, R, K) are added.
+    The spec has at most `MAX_EXPERTS` experts. An adapter (inner, b, ...) with its rank adds rows (M, R) times b
+    (E, R, K).
     """
     rows, experts, n, k, rank = spec.rows, spec.num_experts, spec.n, spec.k, spec.rank
     tile = _packed_tile(rows / experts)

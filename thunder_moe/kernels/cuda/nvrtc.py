@@ -45,8 +45,7 @@ class Kernel:
             and waits for its results itself (`await_previous_kernel` of common.cuh). Needs SM90.
 
     Attributes:
-        function: as above.
-        device: as above.
+        function, device: as above.
         config: a CUlaunchConfig of one block.
         blocks_per_multiprocessor: the number of its blocks that run at once on a multiprocessor.
     """
@@ -155,8 +154,7 @@ def kernel(
     """Return the kernel that a C++ expression names, such as ``gemm<true, 4>``, compiled once and loaded on a device.
 
     Args:
-        sources: see `compile_files`.
-        expression: names the kernel.
+        sources, expression: as of `compile_files`.
         threads: the number of threads of a block.
         shared_bytes: dynamic shared memory of a block.
         device: its index.
@@ -177,14 +175,8 @@ def kernel(
 def compile_files(
     sources: tuple[Path, ...], expression: str, capability: tuple[int, int], argument: type[ctypes.Structure]
 ) -> tuple[bytes, str]:
-    """Run `compile_cubin` on the files' text, one after the other, for devices of a compute capability.
-
-    Args:
-        sources: the files.
-        expression: names the kernel.
-        capability: such as (9, 0).
-        argument: the struct that the kernel takes; see `struct_checks`.
-    """
+    """Run `compile_cubin` on the text of the files, and the `struct_checks` of the kernel's argument, for devices of a
+    compute capability such as (9, 0)."""
     major, minor = capability
     # The suffix "a" enables the instructions of SM90 alone, such as wgmma.
     architecture = f"sm_{major}{minor}" + "a" * (capability == (9, 0))

@@ -104,12 +104,8 @@ def describe(name: str, args: Sequence[Any], options: dict[str, Any]) -> tuple[C
 def prepare(
     name: str, args: Sequence[Any], options: dict[str, Any], kind: Hashable = None
 ) -> Callable[..., Any] | None:
-    """Return the chain of `describe`, made once for a kind of arguments; None if no chain serves them.
-
-    Args:
-        name, args, options: as there.
-        kind: `chains.kind_of` them, if it is known.
-    """
+    """Return the chain of `describe`, made once for a kind of arguments; None if no chain serves them. `kind` is their
+    `chains.kind_of`, if it is known."""
     kind = chains.kind_of(name, _flat(args), options, _defaults(name)) if kind is None else kind
     chain = chains.find(kind)
     if chain is chains.UNKNOWN:
@@ -274,14 +270,10 @@ def _gemm(
     """Return the GEMM of (activation, codes, scale, global_scale, ...), and a function that appends it to the chain.
 
     Args:
-        call: the arguments.
-        layout: the layout of the weight.
         config: a configuration instead of the best one.
         offsets, row_slot, slot_scale, bias: the positions of these arguments; None for no such argument.
-        form: the form of the activation.
         transposed: the weight is (E, K, N).
         prefetch: the kernel in front of this one does not write the weight.
-        batch_invariant: as in `GemmSpec`.
     """
     positions = (offsets, row_slot, slot_scale, bias)
     ends, slots, scales, biases = (None if place is None else call.sample(place) for place in positions)

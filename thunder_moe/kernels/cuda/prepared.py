@@ -115,10 +115,7 @@ def append_gemm(
     """Append a grouped GEMM: (M, K) rows, or (T, K) tokens with row_slot -> (M, columns_of(spec)).
 
     Args:
-        chain: the chain.
-        spec: the spec of the GEMM.
         plan: `plan_gemm` of the spec.
-        x: the rows or tokens.
         weight: in the layout of the plan's configuration.
         offsets: row ends; None for one group of all rows.
         row_slot, slot_scale, bias: operands that the spec has, or None.
@@ -200,16 +197,8 @@ def _with_adapter(spec: GemmSpec, config: GemmConfig, adapter: Adapter) -> str:
 def append_route(
     chain: ChainBuilder, shape: tuple[int, int], num_experts: int, ids: Address, wide: bool, order: Order
 ) -> None:
-    """Append the sort of assignments by expert.
-
-    Args:
-        chain: the chain.
-        shape: (T, A) of the ids, both positive.
-        num_experts: E, at most `backend.MAX_EXPERTS`.
-        ids: int64 where `wide`, else int32.
-        wide: see ids.
-        order: the addresses that are written.
-    """
+    """Append the sort of assignments by expert into `order`, from ids (T, A) of this shape, int64 where `wide`, else
+    int32; E is at most `MAX_EXPERTS`."""
     slots, buckets = shape[0] * shape[1], num_experts + 1
     whole = -(-slots // _ROUTE_THREADS) * _ROUTE_THREADS
     per_block = whole if whole <= 2 * _ROUTE_SLOTS else _ROUTE_SLOTS
@@ -238,11 +227,7 @@ def append_combine(
 ) -> None:  # fmt: skip
     """Append the weighted sum per token of rows (M, N): -> (T, N).
 
-    Args:
-        chain: the chain.
-        spec: the spec of the sum.
-        rows, slot_row, slot_weight, out: the operands and the result.
-        rows_from_previous_kernel: True if the kernel launched right before writes the rows and no other operand.
+    rows_from_previous_kernel: True if the kernel launched right before writes the rows and no other operand.
     """
     tokens, top_k, n = spec.tokens, spec.top_k, spec.n
     bf16, slots = str(spec.dtype == torch.bfloat16).lower(), min(1 << (top_k - 1).bit_length(), _COMBINE_SLOTS)
@@ -280,10 +265,8 @@ def append_experts(
     `await_previous_kernel` of common.cuh says why all other operands have been written by then.
 
     Args:
-        chain: the chain.
         spec: the spec of the layer; its sizes are positive and its features are even.
         plans: `plan_gemm` of the two GEMMs.
-        operands: the operands of the layer.
         out: the result, (T, H), or the rows (M, H) where the spec says that they are not summed.
     """
     first, second = spec.gate_up_gemm, spec.down_gemm

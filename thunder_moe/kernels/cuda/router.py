@@ -55,14 +55,8 @@ def unserved_reason(experts: int, form: RouterConfig) -> str | None:
 def append_router(chain: ChainBuilder, spec: RouterSpec, logits: Address, bias: Address | None) -> tuple[Address, ...]:
     """Append the choice of experts and the sort of assignments by expert, and declare their results.
 
-    Args:
-        chain: the chain.
-        spec: the spec of the router, without `unserved_reason`; at least one token.
-        logits: (T, E).
-        bias: (E,), if the spec has it.
-
-    Returns:
-        scores, expert_ids, row_slot, offsets and slot_row.
+    The spec has no `unserved_reason`, and at least one token. Returns scores, expert_ids, row_slot, offsets and
+    slot_row.
     """
     tokens, experts, form = spec.tokens, spec.num_experts, spec.form
     slots = tokens * form.top_k
@@ -113,10 +107,7 @@ def append_linear_router(
     results: scores, expert_ids, row_slot, offsets, slot_row and logits; with a norm the total and the normalized rows.
 
     Args:
-        chain: the chain.
         spec: the spec of the router, with a hidden size; `serves_linear` is True for it.
-        x: (T, H).
-        weight: (E, H).
         linear_bias: (E,), of the linear layer.
         bias: (E,), of the choice.
         prefetch: the kernel in front of this one does not write the weight, nor the norm's.
