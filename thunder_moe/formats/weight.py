@@ -278,10 +278,10 @@ class WeightOperands(NamedTuple):
         codes, scale, global_scale, *_ = self
         return (codes, scale) if global_scale is None else (codes, scale, global_scale)
 
-    def check(self, layout: str) -> None:
-        """Check the tensors of a weight with experts, as `check_weight` does."""
+    def check(self, layout: str, *, dense: bool = False) -> None:
+        """Check the tensors, as `check_weight` does."""
         codes, scale, global_scale, format, names = self
-        check_weight(codes, scale, global_scale, layout, format=format, names=names, transposed=True)
+        check_weight(codes, scale, global_scale, layout, format=format, names=names, transposed=True, dense=dense)
 
     def packed(self, layout: str) -> Any:
         """Return the packed weight (E, N, K) after checks have passed; E is 1 for a dense layer."""
@@ -310,6 +310,7 @@ def check_weight(
     format: BlockFormat = NVFP4,
     names: Sequence[str] | None = None,
     transposed: bool = False,
+    dense: bool = False,
 ) -> None:
     """Checks the rank, dtypes, shapes, layout and devices of a weight's tensors, without their data.
 
@@ -322,27 +323,28 @@ def check_weight(
         format: of the weight.
         names: of the tensors, for the message; None: the names of the weight's attributes.
         transposed: see qdata.
+        dense: True if the tensors of the one weight of a dense layer lack the dimension of experts.
 
     Raises:
         ValueError: names the tensor, its value and the wanted one.
     """
     # Messages are formatted only after a check has failed, because the operators run this at every call.
     known, (name, scale_name, *global_name) = find_layout(layout, format), names or format.fields
-    per_byte, dtypes = format.codes_per_byte, format.code_dtypes
+    dtypes = format.code_dtypes
+    if transposed and qdata.dtype not in dtypes:
+        raise mismatch(name, qdata, f"a dtype of {dtypes}")
+    if not transposed and qdata.dtype != dtypes[0]:
+        raise mismatch(name, qdata, f"dtype {_plain(dtypes[0])}")
+    leading = 0 if dense else 1
+    if qdata.ndim != leading + 2:
+        sizes = ["out_features", format.packed_features]
+        shape = ", ".join([*["experts"] * leading, *(sizes[::-1] if transposed else sizes)])
+        raise mismatch(name, qdata, f"shape ({shape})")
+    experts, (n, codes) = tuple(qdata.shape[:leading]), qdata.shape[leading:]
     if transposed:
-        if qdata.dtype not in dtypes:
-            raise mismatch(name, qdata, f"a dtype of {dtypes}")
-        if qdata.ndim != 3:
-            raise mismatch(name, qdata, f"shape (experts, {format.packed_features}, out_features)")
-        experts, codes, n = qdata.shape
-    else:
-        if qdata.dtype != dtypes[0]:
-            raise mismatch(name, qdata, f"dtype {_plain(dtypes[0])}")
-        if qdata.ndim != 3:
-            raise mismatch(name, qdata, f"shape (experts, out_features, {format.packed_features})")
-        experts, n, codes = qdata.shape
-    k = per_byte * codes
-    require(experts > 0, name, qdata, "at least one expert in dim 0")
+        n, codes = codes, n
+    k = format.codes_per_byte * codes
+    require(dense or experts[0] > 0, name, qdata, "at least one expert in dim 0")
     if k % format.block_size or k == 0:
         raise mismatch(name, qdata, f"in_features a positive multiple of {format.block_size}")
     needs = known.fits(n, k)
@@ -350,7 +352,7 @@ def check_weight(
         raise mismatch(name, qdata, f"{needs} in layout {layout!r}")
     if scale.dtype != format.scale_dtype:
         raise mismatch(scale_name, scale, f"dtype {_plain(format.scale_dtype)}")
-    wanted = known.scale_shape(experts, n, k)
+    wanted = known.scale_shape(1 if dense else experts[0], n, k)[1 - leading :]
     if scale.shape != wanted:
         raise mismatch(scale_name, scale, f"shape {wanted} in layout {layout!r}")
     if scale.device != qdata.device:
@@ -360,8 +362,8 @@ def check_weight(
         return
     (other,) = global_name
     require(global_scale.dtype == torch.float32, other, global_scale, "dtype float32")
-    if global_scale.shape != (experts,) and global_scale.shape != (experts, n):
-        raise mismatch(other, global_scale, f"a shape of {((experts,), (experts, n))}")
+    if global_scale.shape != experts and global_scale.shape != (*experts, n):
+        raise mismatch(other, global_scale, f"a shape of {(experts, (*experts, n))}")
     if global_scale.device != qdata.device:
         raise mismatch(other, global_scale, f"device {qdata.device}, as {name} has")
 

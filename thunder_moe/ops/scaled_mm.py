@@ -14,7 +14,7 @@ from torch import Tensor
 
 from thunder_moe.formats.block_format import MXFP8, NVFP4
 from thunder_moe.formats.checks import mismatch, require
-from thunder_moe.formats.layouts import LINEAR, find_layout
+from thunder_moe.formats.layouts import LINEAR
 from thunder_moe.formats.weight import PackedWeight, WeightOperands
 from thunder_moe.kernels.select import select
 from thunder_moe.ops.checks import ACTIVATION_DTYPES, check_optional
@@ -38,37 +38,15 @@ def dense_operands(weight: PackedWeight) -> tuple[Tensor, ...]:
 
 def _check_operands(name: str, rows: Tensor, weight: WeightOperands, layout: str, columns: str) -> None:
     """Check everything that can be checked without data; `columns` is what the last dimension of `rows` has to be."""
-    packed, scale, global_scale, format, (of_weight, *_) = weight
-    known = find_layout(layout, format)
+    weight.check(layout, dense=True)
+    (codes, n), of_weight = weight.codes.shape, weight.names[0]
     require(rows.dtype in ACTIVATION_DTYPES, name, rows, f"a dtype of {ACTIVATION_DTYPES}")
     require(rows.ndim > 0, name, rows, f"shape (..., {columns})")
-    if packed.dtype not in format.code_dtypes:
-        raise mismatch(of_weight, packed, f"a dtype of {format.code_dtypes}")
-    if packed.ndim != 2:
-        raise mismatch(of_weight, packed, f"shape ({format.packed_features}, out_features)")
-    codes, n = packed.shape
-    k = format.codes_per_byte * codes
-    if k % format.block_size or k == 0:
-        raise mismatch(of_weight, packed, f"in_features a positive multiple of {format.block_size}")
-    needs = known.fits(n, k)
-    if needs is not None:
-        raise mismatch(of_weight, packed, f"{needs} in layout {layout!r}")
-    wanted = k if columns == "in_features" else n
+    wanted = weight.format.codes_per_byte * codes if columns == "in_features" else n
     if rows.shape[-1] != wanted:
-        raise mismatch(name, rows, f"shape (..., {wanted}), the {columns} of {of_weight} {tuple(packed.shape)}")
-    if scale.dtype != format.scale_dtype:
-        dtype = str(format.scale_dtype).removeprefix("torch.")
-        raise mismatch("weight_scaling_factor", scale, f"dtype {dtype}")
-    scales = known.scale_shape(1, n, k)[1:]
-    if scale.shape != scales:
-        raise mismatch("weight_scaling_factor", scale, f"shape {scales} in layout {layout!r}")
-    if global_scale is not None:
-        require(global_scale.dtype == torch.float32, "weight_global_scale", global_scale, "dtype float32")
-        if global_scale.shape not in ((), (n,)):
-            raise mismatch("weight_global_scale", global_scale, f"a shape of {((), (n,))}")
-    for other, tensor in zip(weight.names, weight.tensors, strict=True):
-        if tensor.device != rows.device:
-            raise mismatch(other, tensor, f"device {rows.device}, as {name} has")
+        raise mismatch(name, rows, f"shape (..., {wanted}), the {columns} of {of_weight} {tuple(weight.codes.shape)}")
+    if weight.codes.device != rows.device:
+        raise mismatch(of_weight, weight.codes, f"device {rows.device}, as {name} has")
 
 
 def _shapes(activation: Tensor, weight: WeightOperands, *_: Any, **__: Any) -> tuple[tuple[int, ...]]:
@@ -115,11 +93,7 @@ _NAME = "f16a_nvfp4weight_scaled_mm"
 
 
 @weight_operator(
-    shapes=_shapes,
-    check=check_scaled_mm,
-    gradient=_gradient,
-    differentiable=("activation", "bias"),
-    saved=slice(1, 3),
+    shapes=_shapes, check=check_scaled_mm, gradient=_gradient, differentiable=("activation", "bias"), saved=slice(1, 3)
 )
 def f16a_nvfp4weight_scaled_mm(
     activation: Tensor,
@@ -172,11 +146,7 @@ def _dgrad_gradient(grad: Tensor, weight: WeightOperands, *, needs: Any, layout:
 
 
 @weight_operator(
-    shapes=_dgrad_shapes,
-    check=_check_dgrad,
-    gradient=_dgrad_gradient,
-    differentiable=("grad",),
-    saved=slice(1, 2),
+    shapes=_dgrad_shapes, check=_check_dgrad, gradient=_dgrad_gradient, differentiable=("grad",), saved=slice(1, 2)
 )
 def f16a_nvfp4weight_scaled_mm_dgrad(grad: Tensor, weight: WeightOperands, *, layout: str = LINEAR) -> Tensor:
     """Return the gradient (..., K) of the activation, from the gradient (..., N) of the output.
