@@ -15,7 +15,7 @@ from thunder_moe.formats.mxfp8 import quantize
 from thunder_moe.formats.registry import dequantize
 from thunder_moe.kernels import select
 from thunder_moe.kernels.select import simulate_w4a4, use_backend
-from thunder_moe.ops import experts, grouped_mm_combine, scaled_mm
+from thunder_moe.ops import add_norm, experts, experts_lora, grouped_mm_combine, scaled_mm  # noqa: F401  (registers)
 from thunder_moe.ops import grouped_mm as grouped_mm_ops
 from thunder_moe.ops import grouped_swiglu as grouped_swiglu_ops
 from thunder_moe.ops.grouped_mm import operands
