@@ -143,9 +143,7 @@ def _read_or_measure(
 
 
 def measure(
-    dtype: torch.dtype,
-    kernels: Mapping[str, Limits],
-    seconds: Callable[[torch.dtype, int, Limits], float],
+    dtype: torch.dtype, kernels: Mapping[str, Limits], seconds: Callable[[torch.dtype, int, Limits], float]
 ) -> dict[int, dict[str, float]]:
     """Return rows -> kernel -> the least seconds of a few rounds; the kernels take turns in each round."""
     times: dict[int, dict[str, float]] = {}

@@ -166,10 +166,7 @@ class ScaledWgradArguments(ctypes.Structure):  # in wgrad_wgmma.cu
 
 
 class LinearArguments(ctypes.Structure):  # in linear.cuh
-    _fields_ = (
-        *_pointers("x weight offsets out"),
-        *_ints("rows first_expert num_experts n k wide_offsets zero_tail"),
-    )
+    _fields_ = (*_pointers("x weight offsets out"), *_ints("rows first_expert num_experts n k wide_offsets zero_tail"))
 
 
 class TmaLinearArguments(ctypes.Structure):  # in linear_wgmma.cu

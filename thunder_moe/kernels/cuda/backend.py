@@ -44,30 +44,8 @@ from thunder_moe.kernels.experts import ExpertsCall, unfused
 from thunder_moe.kernels.slow_paths import to_linear, warn_once
 from thunder_moe.routing import RouterConfig, gather_rows
 
-__all__ = [
-    "FORMATS",
-    "MAX_EXPERTS",
-    "add_norm_linear_router",
-    "add_norm_mm",
-    "combine",
-    "decode_attention",
-    "dequantize",
-    "grouped_mm",
-    "grouped_mm_combine",
-    "grouped_mm_dgrad",
-    "grouped_swiglu",
-    "launch_per_block",
-    "linear_router",
-    "mm",
-    "mm_dgrad",
-    "moe_experts",
-    "route",
-    "router",
-    "row_starts",
-    "swiglu",
-    "to_tiled",
-    "unavailable_reason",
-]
+__all__ = ["FORMATS", "MAX_EXPERTS", "combine", "dequantize", "launch_per_block", "row_starts", "swiglu", "to_tiled"]
+__all__ += reference.__all__
 
 _QUANTIZE = (COMMON, COMMON.with_name("dequantize.cu"), COMMON.with_name("quantize.cu"))
 _QUANTIZE_BLOCKS = 16384  # of a launch, about
@@ -157,10 +135,7 @@ def grouped_mm_combine(
 
 
 def moe_experts(
-    call: ExpertsCall,
-    *,
-    configs: tuple[GemmConfig | None, GemmConfig | None] = (None, None),
-    out: Tensor | None = None,
+    call: ExpertsCall, *, configs: tuple[GemmConfig | None, GemmConfig | None] = (None, None), out: Tensor | None = None
 ) -> Tensor:
     """Compute what `unfused` computes by this module, bit for bit, by a chain of kernels if one serves it.
 
@@ -227,9 +202,14 @@ def mm(
     if rows == 0 or n == 0:
         return activation.new_empty(rows, n)
     weight = _for_rows(weight, rows, config)
-    codes, scale, global_scale, *_ = operands_of(weight)  # of the one group
-    operands = WeightOperands(codes[0], scale[0], None if global_scale is None else global_scale[0], weight.format)
-    return _run("scaled_mm", weight, config, aligned(activation.detach()), operands, aligned_float(bias))
+    operands = aligned(activation.detach()), _operands_of_one(weight), aligned_float(bias)
+    return _run("scaled_mm", weight, config, *operands)
+
+
+def _operands_of_one(weight: PackedWeight) -> WeightOperands:
+    """Return `operands_of` a weight (1, N, K), without the dimension of experts."""
+    codes, scale, global_scale, *_ = operands_of(weight)
+    return WeightOperands(codes[0], scale[0], None if global_scale is None else global_scale[0], weight.format)
 
 
 def mm_dgrad(grad: Tensor, weight: PackedWeight) -> Tensor:
@@ -269,7 +249,8 @@ def swiglu(
         form.alpha, -1.0 if form.limit is None else form.limit, form.up_shift,
     )  # fmt: skip
     blocks = elementwise_blocks(rows * -(-features // 8))
-    launch(_SWIGLU, f"swiglu<{_is_bf16(gate_up)}>", ELEMENTWISE_THREADS, 0, blocks, argument, gate_up.device)
+    kernel = nvrtc.instance("swiglu", gate_up.dtype == torch.bfloat16)
+    launch(_SWIGLU, kernel, ELEMENTWISE_THREADS, 0, blocks, argument, gate_up.device)
     return out
 
 
@@ -303,7 +284,7 @@ def router(
         warn_once(("router", reason), f"no CUDA kernel serves a router with {reason}: plain torch, about ten launches")
     if reason is not None or logits.shape[0] == 0:
         return reference.router(logits, bias, form, dtype)
-    options = dict(vars(form), scores_dtype=None if dtype == logits.dtype else dtype)
+    options = _router_options(form, logits.dtype, scores_dtype=dtype)
     return operators.run("moe_router", aligned(logits), aligned_float(bias), **options)
 
 
@@ -321,10 +302,14 @@ def linear_router(
     if not served or is_batch_invariant():
         given = hidden, weight, linear_bias, bias, form, logits_dtype, dtype
         return routing.linear_router(*given, choose=router, logits_of=_router_logits)
-    dtypes = dict(logits_dtype=logits_dtype, scores_dtype=dtype)
-    options = {name: None if value == hidden.dtype else value for name, value in dtypes.items()} | vars(form)
+    options = _router_options(form, hidden.dtype, logits_dtype=logits_dtype, scores_dtype=dtype)
     operands = aligned(hidden), aligned(weight), aligned_float(linear_bias), aligned_float(bias)
     return operators.run("moe_linear_router", *operands, **options)
+
+
+def _router_options(form: RouterConfig, default: torch.dtype, **dtypes: torch.dtype) -> dict[str, Any]:
+    """Return the options of a router's operator; a dtype that it has by default is None."""
+    return {name: None if dtype == default else dtype for name, dtype in dtypes.items()} | vars(form)
 
 
 def _router_logits(hidden: Tensor, weight: Tensor, linear_bias: Tensor | None, dtype: torch.dtype) -> Tensor:
@@ -360,9 +345,7 @@ def add_norm_mm(
     """Add, normalize and multiply rows (M, K), like the operator `f16a_nvfp4weight_add_norm_scaled_mm`."""
     if is_batch_invariant():  # the kernel of both splits K
         return add_norm.add_norm_mm(x, residual, norm_weight, weight, bias, epsilon, mm=mm)
-    codes, scale, global_scale, *_ = operands_of(weight)  # of the one group
-    packed = WeightOperands(codes[0], scale[0], None if global_scale is None else global_scale[0], weight.format)
-    operands = aligned(x), aligned(residual), aligned(norm_weight), packed, aligned_float(bias)
+    operands = *map(aligned, (x, residual, norm_weight)), _operands_of_one(weight), aligned_float(bias)
     name, options = _name("add_norm_scaled_mm", weight), dict(layout=weight.layout, epsilon=epsilon)
     results: tuple[Tensor, Tensor] | None = operators.attempt(name, *operands, **options)
     if results is not None:
@@ -387,8 +370,7 @@ def add_norm_linear_router(
     parts = x, residual, norm_weight, norm_epsilon, weight, linear_bias, bias, form, logits_dtype, dtype
     if is_batch_invariant():  # the kernel of both serves few rows
         return add_norm.add_norm_linear_router(*parts, linear_router=linear_router)
-    dtypes = dict(logits_dtype=logits_dtype, scores_dtype=dtype)
-    options = {name: None if value == x.dtype else value for name, value in dtypes.items()} | vars(form)
+    options = _router_options(form, x.dtype, logits_dtype=logits_dtype, scores_dtype=dtype)
     options["norm_epsilon"] = norm_epsilon
     operands = *map(aligned, (x, residual, norm_weight, weight)), aligned_float(linear_bias), aligned_float(bias)
     results: tuple[Tensor, ...] | None = operators.attempt("add_norm_linear_router", *operands, **options)
@@ -414,10 +396,6 @@ def row_starts(offsets: Tensor, rows: int) -> Tensor:
     argument = RowStartsArguments(*map(pointer, (offsets, starts)), offsets.shape[0], rows)
     launch(ROUTE, "row_starts", 32, 0, 1, argument, offsets.device)
     return starts
-
-
-def _is_bf16(tensor: Tensor) -> str:
-    return str(tensor.dtype == torch.bfloat16).lower()
 
 
 def _runs_on_reference(activation: Tensor, weight: PackedWeight) -> bool:

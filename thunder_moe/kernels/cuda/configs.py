@@ -20,6 +20,7 @@ import torch
 from thunder_moe.formats.layouts import LINEAR
 from thunder_moe.formats.layouts import TILED_64X64 as TILED
 from thunder_moe.kernels.cuda.arguments import GemmArguments, TmaGemmArguments
+from thunder_moe.kernels.cuda.nvrtc import instance
 from thunder_moe.kernels.specs import GemmSpec
 
 __all__ = [
@@ -260,11 +261,9 @@ class GemmConfig:
             sizes += [self.stream_k, self.stages]
         if self.kernel == "tiled_cluster":
             numbers = self.token_blocks, self.warps_n, self.warps_k, self.depth, self.splits
-            bf16 = str(dtype == torch.bfloat16).lower()
-            return f"mm_tiled_cluster<{bf16}, {', '.join(map(str, numbers))}, {self.stages}>"
+            return instance("mm_tiled_cluster", dtype == torch.bfloat16, *numbers, self.stages)
         name = "grouped_mm" if self.kernel == "split" else f"grouped_mm_{self.kernel}"
-        parameters = (dtype == torch.bfloat16, swiglu, *flags, *sizes)
-        return f"{name}<{', '.join(str(value).lower() for value in parameters)}>"
+        return instance(name, dtype == torch.bfloat16, swiglu, *flags, *sizes)
 
 
 class Point(NamedTuple):

@@ -14,6 +14,7 @@ import torch
 from thunder_moe.kernels.cuda.arguments import DecodeAttentionArguments
 from thunder_moe.kernels.cuda.chain import ChainBuilder
 from thunder_moe.kernels.cuda.configs import COMMON
+from thunder_moe.kernels.cuda.nvrtc import instance
 from thunder_moe.kernels.cuda.operands import target
 
 __all__ = ["SOURCES", "append_decode_attention", "unserved_reason"]
@@ -72,7 +73,7 @@ def append_decode_attention(
         *places[:6], *places[6:11], out, *strides, key_heads, groups, length,
         mask is not None and mask.dtype == torch.bool, prefetch, epsilon, scale,
     )  # fmt: skip
-    name = f"decode_attention<{str(query.dtype == torch.bfloat16).lower()}, {width}, {tiles}, {splits}>"
+    name = instance("decode_attention", query.dtype == torch.bfloat16, width, tiles, splits)
     shared, blocks = _shared_bytes(width, tiles, splits), texts * key_heads * splits
     chain.launch(SOURCES, name, 32 * _WARPS, shared, blocks, DecodeAttentionArguments, fields)
 

@@ -15,6 +15,7 @@ from thunder_moe.kernels.arguments import DTYPE_CODES
 from thunder_moe.kernels.cuda.arguments import DirectArguments
 from thunder_moe.kernels.cuda.chain import Address, ChainBuilder
 from thunder_moe.kernels.cuda.configs import COMMON, TILED
+from thunder_moe.kernels.cuda.nvrtc import instance
 from thunder_moe.kernels.specs import GemmSpec
 
 __all__ = ["MOST_NORM_ROWS", "NormOperands", "append_mm", "explain_mm", "serves_mm", "sources"]
@@ -92,7 +93,7 @@ def sources(format: str) -> tuple[Path, ...]:
 def _launch(spec: GemmSpec, norm: bool = False) -> tuple[str, int, int, int]:
     """Return the kernel, the threads of a block, its shared memory in bytes, and the number of blocks."""
     ahead, warps = _AHEAD[spec.weight.format], _warps(spec)
-    name = f"mm_tiled_direct<{str(spec.dtype == torch.bfloat16).lower()}, {warps}, {ahead}, {str(norm).lower()}>"
+    name = instance("mm_tiled_direct", spec.dtype == torch.bfloat16, warps, ahead, norm)
     return name, 32 * warps, warps * spec.rows * 2 * (64 * ahead + 8), spec.n // 16
 
 

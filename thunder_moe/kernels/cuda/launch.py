@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from thunder_moe.kernels.cuda import nvrtc
 
@@ -24,6 +25,7 @@ __all__ = [
     "is_capturing",
     "launch",
     "launch_address",
+    "map_of",
     "tensor_map",
 ]
 
@@ -87,6 +89,11 @@ def launch(
 def tensor_map(address: int, rows: int, k: int, box_rows: int) -> bytes:
     """Return the `TensorMap` of ptx.cuh for a matrix (rows, K) in boxes of box_rows rows by 64 k."""
     return nvrtc.tensor_map(address, rows, k, box_rows)
+
+
+def map_of(matrix: Tensor, rows: int, k: int, box_rows: int) -> Any:
+    """Return the `tensor_map` of a matrix as a field of an argument struct."""
+    return (ctypes.c_byte * 128).from_buffer_copy(tensor_map(matrix.data_ptr(), rows, k, box_rows))
 
 
 _LAUNCH = ctypes.PYFUNCTYPE(ctypes.c_int, *[ctypes.c_void_p] * 4)

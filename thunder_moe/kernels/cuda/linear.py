@@ -24,7 +24,8 @@ from thunder_moe.kernels.cuda.arguments import (
 )
 from thunder_moe.kernels.cuda.chain import Address, Chain, ChainBuilder, TensorMap
 from thunder_moe.kernels.cuda.configs import COMMON
-from thunder_moe.kernels.cuda.launch import launch, tensor_map
+from thunder_moe.kernels.cuda.launch import launch, map_of
+from thunder_moe.kernels.cuda.nvrtc import instance
 from thunder_moe.kernels.cuda.operands import target
 from thunder_moe.kernels.specs import DgradSpec, LinearSpec
 
@@ -61,7 +62,6 @@ ROWS = {"wgmma": tuple(STAGES), "mma": (32, 128), "any": (32, 64, 128)}  # of a 
 PACKED_STAGES = {64: 9, 192: 5}  # likewise of NVFP4 weights in tiles
 MAX_RANK = 64  # of the kernels of LoRA adapters
 _COLUMNS = 128  # kTileN
-_Map = ctypes.c_byte * 128
 # The least rows per expert for torch's grouped GEMM. Gradient of the rows, H200, us, torch's and "wgmma", equal shares,
 # shares of 1/i. Qwen3-30B-A3B (1536, 2048): 8 rows 284, 207; 293, 207. 64 rows 275, 227; 324, 254. 256 rows 343, 367;
 # 471, 451. Mixtral (28672, 4096): 128 rows 510, 490; 789, 634. 1024 rows 2635, 2759; 2977, 3102.
@@ -99,7 +99,7 @@ def append_linear(
     rows, experts, n, k, transposed = spec.rows, spec.num_experts, spec.n, spec.k, spec.transposed
     assert spec.dtype in DTYPE_CODES
     tile = tile or _tile(kernel, rows / experts, transposed)
-    bf16, flipped = str(spec.dtype == torch.bfloat16).lower(), str(transposed).lower()
+    bf16 = spec.dtype == torch.bfloat16
     sources: tuple[Path, ...] = MMA
     argument: type[ctypes.Structure] = LinearArguments
     threads, shared = 256, 0
@@ -107,15 +107,15 @@ def append_linear(
     if kernel == "wgmma":
         sources, argument, threads = WGMMA, TmaLinearArguments, 384
         stages = STAGES[tile]
-        name, shared = f"linear_wgmma<{bf16}, {flipped}, {tile}, {stages}>", 1024 + stages * 128 * (128 + tile)
+        name, shared = instance("linear_wgmma", bf16, transposed, tile, stages), 1024 + stages * 128 * (128 + tile)
         maps = _maps(spec, weight, x, k, tile)
         if adapter is not None:
             argument, name = LowRankLinearArguments, f"low_rank_{name}"
             maps += _maps(spec, adapter[1], adapter[0], spec.rank, tile)
     elif kernel == "mma":
-        name, shared = f"linear_mma<{bf16}, {flipped}, {tile}>", 4 * 64 * (tile + _COLUMNS)
+        name, shared = instance("linear_mma", bf16, transposed, tile), 4 * 64 * (tile + _COLUMNS)
     else:
-        name = f"linear_any<{DTYPE_CODES[spec.dtype]}, {flipped}, {tile}>"
+        name = instance("linear_any", DTYPE_CODES[spec.dtype], transposed, tile)
     live = min(rows, experts)
     tiles = (live + (rows - live) // tile) * -(-n // _COLUMNS)  # the most that a routing can have
     rank = () if adapter is None else (spec.rank,)
@@ -143,8 +143,8 @@ def append_packed_linear(
     """
     rows, experts, n, k, rank = spec.rows, spec.num_experts, spec.n, spec.k, spec.rank
     tile = _packed_tile(rows / experts)
-    bf16, per_row, stages = spec.dtype == torch.bfloat16, spec.weight.per_row_scale, PACKED_STAGES[tile]
-    name = f"packed_linear_wgmma<{str(bf16).lower()}, {str(per_row).lower()}, {tile}, {stages}>"
+    bf16, stages = spec.dtype == torch.bfloat16, PACKED_STAGES[tile]
+    name = instance("packed_linear_wgmma", bf16, spec.weight.per_row_scale, tile, stages)
     live = min(rows, experts)
     tiles, shared = (live + (rows - live) // tile) * -(-k // _COLUMNS), 1024 + stages * 128 * (128 + tile)
     of_x = TensorMap(x, rows, n, tile)
@@ -172,9 +172,8 @@ def scaled_linear(
     (m, k), (experts, n) = rows.shape, column_scale.shape
     tile = tile or (256 if m / experts >= _SCALED_ROWS else _tile("wgmma", m / experts, False))
     where, stages = target(rows.device), STAGES[tile]
-    name, shared = f"scaled_linear_wgmma<{tile}, {stages}>", 1024 + stages * 128 * (128 + tile)
-    of_weight = _Map.from_buffer_copy(tensor_map(weight.data_ptr(), experts * n, k // 2, 64))
-    of_rows = _Map.from_buffer_copy(tensor_map(rows.data_ptr(), m, k // 2, tile))
+    name, shared = instance("scaled_linear_wgmma", tile, stages), 1024 + stages * 128 * (128 + tile)
+    of_weight, of_rows = map_of(weight, experts * n, k // 2, 64), map_of(rows, m, k // 2, tile)
     live = min(m, experts)
     tiles = (live + (m - live) // tile) * -(-n // _COLUMNS)  # the most that a routing can have
     for first in range(0, experts, MAX_EXPERTS):

@@ -20,6 +20,7 @@ from thunder_moe.kernels.cuda.arguments import GatherLowRankArguments, LinearArg
 from thunder_moe.kernels.cuda.configs import COMMON, TILED, GemmConfig, most_shared_bytes
 from thunder_moe.kernels.cuda.launch import launch
 from thunder_moe.kernels.cuda.linear import MAX_EXPERTS, serves_rank
+from thunder_moe.kernels.cuda.nvrtc import instance
 from thunder_moe.kernels.cuda.operands import aligned, operands_of, target, weight_spec
 from thunder_moe.kernels.cuda.plan import plan_gemm
 from thunder_moe.kernels.specs import GemmSpec
@@ -105,11 +106,10 @@ def gather(tokens: Tensor, row_slot: Tensor, weight: Tensor, offsets: Tensor) ->
         *map(pointer, (tokens, weight, offsets, out)), m, 0, experts, rank, k, offsets.dtype == torch.int64, False
     )
     argument = GatherLowRankArguments(of, *map(pointer, (row_slot, rows)), m // count)
-    bf16, blocks = str(tokens.dtype == torch.bfloat16).lower(), -(-rank // 16)
-    where = target(tokens.device)
+    blocks, where = -(-rank // 16), target(tokens.device)
     stage, most = _STAGE_K * 2 * (_TILE_ROWS + 16 * blocks), most_shared_bytes(where.capability) - _TILES_BYTES
     stages = next(stages for stages in _STAGES if stages * stage <= most)
-    name = f"gather_low_rank<{bf16}, {str(transposed).lower()}, {blocks}, {stages}>"
+    name = instance("gather_low_rank", tokens.dtype == torch.bfloat16, transposed, blocks, stages)
     live, shared = min(m, experts), stages * stage
     tiles = live + (m - live) // _TILE_ROWS  # the most that a routing can have
     launch(GATHER, name, 256, shared, tiles, argument, tokens.device, where.multiprocessors)

@@ -21,6 +21,7 @@ __all__ = [
     "bind_context",
     "compile_cubin",
     "compile_files",
+    "instance",
     "kernel",
     "launch_config",
     "missing_reason",
@@ -64,6 +65,11 @@ class Kernel:
         (self.blocks_per_multiprocessor,) = _check(
             driver.cuOccupancyMaxActiveBlocksPerMultiprocessor(function, threads, shared_bytes)
         )
+
+
+def instance(template: str, *parameters: Any) -> str:
+    """Return the C++ name of a kernel that a template makes of these numbers and flags."""
+    return f"{template}<{', '.join(str(each).lower() for each in parameters)}>"
 
 
 def launch_config(threads: int, shared_bytes: int, overlap: bool) -> Any:

@@ -34,6 +34,7 @@ from thunder_moe.kernels.cuda.linear import (
     packed_is_faster,
     torch_is_faster,
 )
+from thunder_moe.kernels.cuda.nvrtc import instance
 from thunder_moe.kernels.cuda.plan import CACHE_LINE, GemmPlan
 from thunder_moe.kernels.specs import CombineSpec, DgradSpec, ExpertsSpec, GemmSpec, LinearSpec
 
@@ -187,8 +188,7 @@ def _with_adapter(spec: GemmSpec, config: GemmConfig, adapter: Adapter) -> str:
     """Return the C++ name of the kernel that adds an adapter's product."""
     name = "low_rank_tiled_dgrad" if adapter.transposed else "low_rank_tiled_wgmma"
     numbers = config.token_blocks, config.row_blocks, config.warps_n, config.depth, config.stages
-    bf16 = str(spec.dtype == torch.bfloat16).lower()
-    return f"{name}<{bf16}, {', '.join(map(str, numbers))}, {-(-adapter.rank // 16)}>"
+    return instance(name, spec.dtype == torch.bfloat16, *numbers, -(-adapter.rank // 16))
 
 
 # ---- the order of rows, and the sum per token
@@ -230,12 +230,13 @@ def append_combine(
     rows_from_previous_kernel: True if the kernel launched right before writes the rows and no other operand.
     """
     tokens, top_k, n = spec.tokens, spec.top_k, spec.n
-    bf16, slots = str(spec.dtype == torch.bfloat16).lower(), min(1 << (top_k - 1).bit_length(), _COMBINE_SLOTS)
+    slots = min(1 << (top_k - 1).bit_length(), _COMBINE_SLOTS)
+    name = instance("combine", spec.dtype == torch.bfloat16, slots)
     threads = ELEMENTWISE_THREADS if tokens * n > _FEW_SUMS else 64
     sizes = spec.rows, tokens, top_k, n
     fields = rows, slot_row, slot_weight, out, *sizes, _code(spec.weights), rows_from_previous_kernel
     blocks = tokens * -(-n // (8 * threads))
-    chain.launch(ROUTE, f"combine<{bf16}, {slots}>", threads, 0, blocks, CombineArguments, fields)
+    chain.launch(ROUTE, name, threads, 0, blocks, CombineArguments, fields)
 
 
 # ---- the experts of a layer
@@ -353,7 +354,7 @@ def finished(chain: Chain, finish: Callable[[Tensor, tuple[Tensor, Tensor]], Ten
 def dequantize_kernel(format: str, tiled: bool, dtype: torch.dtype) -> str:
     """Return the C++ name of the kernel of `DEQUANTIZE` for a format of weights and a dtype of the result."""
     name = "dequantize" if format == "nvfp4" else f"dequantize_{format}"
-    return f"{name}{'_tiled' * tiled}<{str(dtype == torch.bfloat16).lower()}>"
+    return instance(name + "_tiled" * tiled, dtype == torch.bfloat16)
 
 
 def elementwise_blocks(items: int, most: int = ELEMENTWISE_BLOCKS) -> int:

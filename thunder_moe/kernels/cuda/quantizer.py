@@ -17,6 +17,7 @@ from thunder_moe.formats.registry import FORMATS
 from thunder_moe.formats.weight import WEIGHTS, PackedWeight
 from thunder_moe.kernels.arguments import DTYPE_CODES
 from thunder_moe.kernels.cuda import backend
+from thunder_moe.kernels.cuda.nvrtc import instance
 from thunder_moe.kernels.cuda.operands import aligned
 
 __all__ = ["quantize", "quantize_unchecked", "to_tiled"]
@@ -56,7 +57,7 @@ def quantize_unchecked(
     kernels: tuple[str, ...] = (f"quantize_mxfp8<{dtype}>",)
     if known is NVFP4:
         made.append(torch.ones(experts, dtype=torch.float32, device=weight.device))
-        kernels = f"largest_magnitude<{dtype}>", f"quantize<{dtype}, {str(scale_search is not None).lower()}>"
+        kernels = f"largest_magnitude<{dtype}>", instance("quantize", dtype, scale_search is not None)
     for part in _parts(weight):
         rows = aligned(weight[part])
         qdata, scale, global_scale = (*(tensor[part] for tensor in made), None)[:3]

@@ -22,6 +22,7 @@ from thunder_moe.kernels.cuda import wgrad as wgrads
 from thunder_moe.kernels.cuda.arguments import RecipeArguments
 from thunder_moe.kernels.cuda.configs import COMMON
 from thunder_moe.kernels.cuda.launch import launch
+from thunder_moe.kernels.cuda.nvrtc import instance
 from thunder_moe.kernels.cuda.operands import aligned, target
 from thunder_moe.kernels.recipes import Quantized, QuantizedProducts
 from thunder_moe.kernels.rounded_weights import rounded
@@ -152,7 +153,7 @@ def _rows(values: Tensor, recipe: str, codes: bool) -> Quantized:
         argument = RecipeArguments(
             *map(pointer, (values, None, out, scales, None, None, None)), rows, 0, columns, 0, 0, 0
         )
-        name = f"quantize_rows<{DTYPE_CODES[values.dtype]}, {_bool(mx)}, {_bool(codes)}, {per_row}>"
+        name = instance("quantize_rows", DTYPE_CODES[values.dtype], mx, codes, per_row)
         launch(SOURCES, name, threads, 0, blocks, argument, values.device)
     return out[..., :k], scales
 
@@ -186,8 +187,7 @@ def _columns(values: Tensor, recipe: str, offsets: Tensor | None, codes: bool) -
     if tiles:  # scales of experts without rows are written, too
         pointers = map(pointer, (values, ends, out, scales, amax, progress, code_ends))
         argument = RecipeArguments(*pointers, rows, out.shape[-1], columns, experts, rows, lead)
-        name = f"quantize_columns<{dtype}, {_bool(mx)}, {_bool(codes)}>"
-        launch(SOURCES, name, _THREADS, 0, blocks, argument, values.device)
+        launch(SOURCES, instance("quantize_columns", dtype, mx, codes), _THREADS, 0, blocks, argument, values.device)
     return out if codes else out[..., :c], None if scales is None else scales[:, :c], code_ends
 
 
@@ -195,7 +195,3 @@ def _padded(values: Tensor) -> Tensor:
     """Return values (..., C) contiguous and aligned, with zeros behind them up to a multiple of 8 columns."""
     missing = -values.shape[-1] % 8  # F.pad copies even if there are none
     return aligned(F.pad(values.detach(), (0, missing)) if missing else values.detach())
-
-
-def _bool(value: bool) -> str:
-    return str(value).lower()

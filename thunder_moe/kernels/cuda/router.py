@@ -14,17 +14,12 @@ from thunder_moe.kernels.arguments import DTYPE_CODES
 from thunder_moe.kernels.cuda.arguments import RouterArguments, RouterLinearArguments
 from thunder_moe.kernels.cuda.chain import Address, ChainBuilder
 from thunder_moe.kernels.cuda.configs import COMMON
+from thunder_moe.kernels.cuda.nvrtc import instance
 from thunder_moe.kernels.cuda.plan import CACHE_LINE
 from thunder_moe.kernels.specs import RouterSpec
 from thunder_moe.routing import RouterConfig
 
-__all__ = [
-    "SOURCES",
-    "append_linear_router",
-    "append_router",
-    "serves_linear",
-    "unserved_reason",
-]
+__all__ = ["SOURCES", "append_linear_router", "append_router", "serves_linear", "unserved_reason"]
 
 SOURCES = (COMMON, COMMON.with_name("norm.cuh"), COMMON.with_name("router.cu"))
 MAX_EXPERTS, MAX_TOP_K, MAX_GROUPS = 512, 32, 32
@@ -117,8 +112,8 @@ def append_linear_router(
     assert spec.hidden_size is not None
     assert spec.hidden is not None
     per_lane, by = _kind_of_kernel(spec)
-    flags = f"{str(spec.hidden == torch.bfloat16).lower()}, {per_lane}, {by}, {threads}, {tokens}"
-    flags += ", false" if norm is None else ", true"
+    bf16 = spec.hidden == torch.bfloat16
+    name = instance("router_linear", bf16, per_lane, by, threads, tokens, norm is not None)
     scores, ids, row_slot, offsets, slot_row = _results(chain, spec)
     logits = chain.result((tokens, experts), spec.logits)
     normed: tuple[Any, ...] = (None, None, None, None, 0.0)
@@ -132,7 +127,7 @@ def append_linear_router(
     )  # fmt: skip
     blocks = -(-experts // (threads // 32))
     shared = 0 if norm is None else 2 * tokens * spec.hidden_size
-    chain.launch(SOURCES, f"router_linear<{flags}>", threads, shared, blocks, RouterLinearArguments, fields)
+    chain.launch(SOURCES, name, threads, shared, blocks, RouterLinearArguments, fields)
 
 
 def _results(chain: ChainBuilder, spec: RouterSpec) -> tuple[Address, Address, Address, Address, Address]:

@@ -32,32 +32,15 @@ from thunder_moe.kernels.cuda.arguments import ActivationArguments, BiasArgument
 from thunder_moe.kernels.cuda.chain import launched
 from thunder_moe.kernels.cuda.configs import COMMON
 from thunder_moe.kernels.cuda.launch import launch
+from thunder_moe.kernels.cuda.nvrtc import instance
 from thunder_moe.kernels.cuda.operands import aligned, target
-from thunder_moe.kernels.cuda.recipes import CudaProducts, quantize, quantize_columns
+from thunder_moe.kernels.cuda.recipes import CudaProducts, quantize, quantize_columns  # noqa: F401  (in __all__)
 from thunder_moe.kernels.select import select
 from thunder_moe.kernels.specs import LinearSpec
 from thunder_moe.routing import gather_rows
 
-__all__ = [
-    "add_bias",
-    "bias_grad",
-    "bias_scale_grad",
-    "combine_rows",
-    "dgrad",
-    "gather_low_rank",
-    "gathered_wgrad",
-    "grouped_mm",
-    "grouped_mm_low_rank",
-    "grouped_mm_low_rank_dgrad",
-    "quantize",
-    "quantize_columns",
-    "quantized_products",
-    "scaled_activation",
-    "scaled_activation_gradient",
-    "swiglu_gradient_and_value",
-    "wgrad",
-    "zero_past_end",
-]
+__all__ = ["zero_past_end"]
+__all__ += training_reference.__all__
 
 ACTIVATION = (COMMON, COMMON.with_name("activation.cu"))
 BIAS = (*ACTIVATION, COMMON.with_name("bias.cu"))
@@ -205,8 +188,8 @@ def add_bias(
         *map(pointer, (y, offsets, bias_scale, bias, None, result, scales)), rows, experts, n, _is_wide(offsets),
         dtype_code(bias_scale), dtype_code(scales), out is not None,
     )  # fmt: skip
-    vector = _vectors(n, y, bias, result)
-    kernel = f"add_bias<{DTYPE_CODES[y.dtype]}, {-1 if bias is None else dtype_code(bias)}, {vector}>"
+    of_bias, vectors = -1 if bias is None else dtype_code(bias), _vectors(n, y, bias, result)
+    kernel = instance("add_bias", DTYPE_CODES[y.dtype], of_bias, vectors)
     _by_rows(BIAS, kernel, rows, argument, y.device)
     return result
 
@@ -229,7 +212,7 @@ def bias_grad(grad: Tensor, offsets: Tensor, scale: Tensor | None = None) -> Ten
         dtype_code(scale), 0, 0, columns,
     )  # fmt: skip
     for kernel, blocks in (
-        (f"bias_grad_chunks<{DTYPE_CODES[grad.dtype]}, {_vectors(n, grad)}>", chunks * -(-n // _COLUMNS)),
+        (instance("bias_grad_chunks", DTYPE_CODES[grad.dtype], _vectors(n, grad)), chunks * -(-n // _COLUMNS)),
         ("bias_grad_reduce", experts * -(-n // columns)),
     ):
         launch(BIAS, kernel, _THREADS, 0, blocks, argument, grad.device)
@@ -246,7 +229,7 @@ def bias_scale_grad(grad: Tensor, bias: Tensor, offsets: Tensor) -> Tensor:
     argument = BiasArguments(
         *map(pointer, (grad, offsets, None, bias, None, out, None)), rows, experts, n, _is_wide(offsets)
     )
-    kernel = f"bias_scale_grad<{DTYPE_CODES[grad.dtype]}, {dtype_code(bias)}, {_vectors(n, grad, bias)}>"
+    kernel = instance("bias_scale_grad", DTYPE_CODES[grad.dtype], dtype_code(bias), _vectors(n, grad, bias))
     _by_rows(BIAS, kernel, rows, argument, grad.device)
     return out
 
@@ -370,7 +353,7 @@ def _activation(
     grad = None if grad is None else grad.detach().contiguous()
     run = interleave if form is not None and interleave else features
     pack = -1  # see load_gate_up
-    if _vectors(features, y, grad, out, value) == "true":
+    if _vectors(features, y, grad, out, value):
         pack = run if form is not None and run in (1, 2, 4) else 0 if form is None or run % 8 == 0 else -1
     per_row = _THREADS if features >= _BLOCK_FEATURES else 32
     form_numbers = (1.0, -1.0, 0.0) if form is None else (form.alpha, form.limit or -1.0, form.up_shift)
@@ -379,7 +362,7 @@ def _activation(
         0 if offsets is None else offsets.shape[0], offsets is not None and _is_wide(offsets), dtype_code(scales),
         run, *form_numbers,
     )  # fmt: skip
-    name = f"{kernel}<{DTYPE_CODES[y.dtype]}, {str(form is not None).lower()}, {pack}, {per_row}>"
+    name = instance(kernel, DTYPE_CODES[y.dtype], form is not None, pack, per_row)
     blocks = min(-(-y.shape[0] // (_THREADS // per_row)), _MOST_BLOCKS)
     launch(ACTIVATION, name, _THREADS, 0, blocks, argument, y.device)
 
@@ -394,7 +377,6 @@ def _is_wide(offsets: Tensor) -> bool:
     return offsets.dtype == torch.int64
 
 
-def _vectors(features: int, *tensors: Tensor | None) -> str:
-    """Return "true" if 8 numbers can be loaded at a time: rows of a multiple of 8, aligned to 16 bytes."""
-    aligned = all(tensor.data_ptr() % 16 == 0 for tensor in tensors if tensor is not None)
-    return str(features % 8 == 0 and aligned).lower()
+def _vectors(features: int, *tensors: Tensor | None) -> bool:
+    """True if 8 numbers can be loaded at a time: rows of a multiple of 8, aligned to 16 bytes."""
+    return features % 8 == 0 and all(tensor.data_ptr() % 16 == 0 for tensor in tensors if tensor is not None)

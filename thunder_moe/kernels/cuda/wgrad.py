@@ -6,7 +6,6 @@ Legend: M rows sorted by expert, E experts, N out_features, K in_features.
 
 from __future__ import annotations
 
-import ctypes
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +20,9 @@ from thunder_moe.kernels.cuda.arguments import (
     WgradArguments,
 )
 from thunder_moe.kernels.cuda.configs import COMMON, most_shared_bytes
-from thunder_moe.kernels.cuda.launch import launch, tensor_map
+from thunder_moe.kernels.cuda.launch import launch, map_of
 from thunder_moe.kernels.cuda.linear import KERNELS, kernel_for, reads_eight
+from thunder_moe.kernels.cuda.nvrtc import instance
 from thunder_moe.kernels.cuda.operands import aligned, target
 from thunder_moe.kernels.slow_paths import warn_once
 
@@ -42,7 +42,6 @@ _RANK_STAGES = (4, 3)  # of "rank_wgrad": as many as shared memory holds
 _ORDER_BYTES = 12304  # of `ExpertOrder`, static shared memory
 _FEW_ROWS = 384  # of an expert
 _SCALED_ROWS = 512  # of an expert, from which on tiles of E4M3 have 192 columns
-_Map = ctypes.c_byte * 128
 
 
 def wgrad(
@@ -68,17 +67,17 @@ def wgrad(
         x, grad = aligned(x), aligned(grad)
     (rows, k), n = x.shape, grad.shape[1]
     tile_n = tile_k = _ANY_TILE
-    bf16, threads, shared = str(x.dtype == torch.bfloat16).lower(), 256, 0
+    bf16, threads, shared = x.dtype == torch.bfloat16, 256, 0
     sources: tuple[Path, ...] = MMA
-    name = f"wgrad_any<{DTYPE_CODES[x.dtype]}>"
+    name = instance("wgrad_any", DTYPE_CODES[x.dtype])
     if kernel == "wgmma":
         tile_n, tile_k = _WGMMA_TILE, columns or _columns(k, rows / offsets.shape[0], out.dtype)
         stages = _STAGES[tile_k]
-        sources, threads, name = WGMMA, 384, f"wgrad_wgmma<{bf16}, {tile_k}, {stages}>"
+        sources, threads, name = WGMMA, 384, instance("wgrad_wgmma", bf16, tile_k, stages)
         shared = 1024 + stages * (tile_n + tile_k) * 2 * _STAGE_ROWS
     elif kernel == "mma":
         tile_n = tile_k = _MMA_TILE
-        name, shared = f"wgrad_mma<{bf16}>", _MMA_SHARED
+        name, shared = instance("wgrad_mma", bf16), _MMA_SHARED
     for first in range(0, offsets.shape[0], MAX_EXPERTS):
         of_part = out[first : first + MAX_EXPERTS]
         experts = of_part.shape[0]
@@ -87,7 +86,8 @@ def wgrad(
             accumulate, out.dtype != torch.float32,
         )  # fmt: skip
         if kernel == "wgmma":
-            argument = TmaWgradArguments(_map(grad), _map(x), argument)
+            maps = (map_of(each, rows, each.shape[1], _STAGE_ROWS) for each in (grad, x))
+            argument = TmaWgradArguments(*maps, argument)
         tiles = (min(experts, rows) if accumulate else experts) * -(-n // tile_n) * -(-k // tile_k)
         launch(sources, name, threads, shared, tiles, argument, x.device, where.multiprocessors)
 
@@ -109,8 +109,8 @@ def scaled_wgrad(
     (k, rows), n, experts = x.shape, grad.shape[0], ends.shape[0]
     where, tile = target(x.device), columns or _scaled_columns(k, rows / experts, out.dtype)
     stages = _STAGES[tile]
-    shared = 1024 + stages * (_WGMMA_TILE + tile) * 2 * _STAGE_ROWS
-    maps = [_Map.from_buffer_copy(tensor_map(each.data_ptr(), each.shape[0], rows // 2, 64)) for each in (grad, x)]
+    name, shared = instance("scaled_wgrad_wgmma", tile, stages), 1024 + stages * (_WGMMA_TILE + tile) * 2 * _STAGE_ROWS
+    maps = [map_of(each, each.shape[0], rows // 2, 64) for each in (grad, x)]
     for first in range(0, experts, MAX_EXPERTS):
         of_part = out[first : first + MAX_EXPERTS]
         of = WgradArguments(
@@ -119,7 +119,6 @@ def scaled_wgrad(
         )  # fmt: skip
         argument = ScaledWgradArguments(*maps, of, pointer(grad_scale), pointer(x_scale))
         tiles = of_part.shape[0] * -(-n // _WGMMA_TILE) * -(-k // tile)
-        name = f"scaled_wgrad_wgmma<{tile}, {stages}>"
         launch(WGMMA, name, 384, shared, tiles, argument, x.device, where.multiprocessors)
 
 
@@ -138,12 +137,11 @@ def rank_wgrad(
     offsets = offsets.contiguous()
     (rows, rank), k, experts = narrow.shape, wide.shape[1], offsets.shape[0]
     out = narrow.new_empty(experts, *((k, rank) if wide_first else (rank, k)))
-    bf16, gathers = str(narrow.dtype == torch.bfloat16).lower(), str(row_slot is not None).lower()
     blocks = -(-rank // 16)
     where = target(wide.device)
     stage, most = 64 * (256 + 32 * blocks), most_shared_bytes(where.capability) - _ORDER_BYTES  # kStageRows, kColumns
     stages = next(stages for stages in _RANK_STAGES if stages * stage <= most)
-    name = f"rank_wgrad<{bf16}, {str(wide_first).lower()}, {blocks}, {gathers}, {stages}>"
+    name = instance("rank_wgrad", narrow.dtype == torch.bfloat16, wide_first, blocks, row_slot is not None, stages)
     row_slot = None if row_slot is None else row_slot.contiguous()
     for first in range(0, experts, MAX_EXPERTS):
         of_part = out[first : first + MAX_EXPERTS]
@@ -168,10 +166,6 @@ def _kernel(x: Tensor, grad: Tensor, out: Tensor, capability: tuple[int, int]) -
             remedy = "pad the weight"
         warn_once(("wgrad", what), f"the gradient of {what}, is added to main_grad many times slower: {remedy}")
     return kernel
-
-
-def _map(rows: Tensor) -> Any:
-    return _Map.from_buffer_copy(tensor_map(rows.data_ptr(), rows.shape[0], rows.shape[1], _STAGE_ROWS))
 
 
 def _columns(k: int, rows_per_expert: float, dtype: torch.dtype) -> int:
