@@ -23,7 +23,7 @@ from thunder_moe.formats.weight import PackedWeight
 from thunder_moe.kernels import add_norm
 from thunder_moe.kernels.attention import decode_attention
 from thunder_moe.kernels.batch_invariance import by_rows, is_batch_invariant, refuse_plain_torch
-from thunder_moe.kernels.experts import ExpertsCall, unfused
+from thunder_moe.kernels.experts import unfused
 from thunder_moe.kernels.slow_paths import to_linear
 from thunder_moe.routing import RouterConfig, gather_rows, route, row_groups, scale_of_rows
 
@@ -50,11 +50,6 @@ FORMATS = tuple(NUMBER_FORMATS)  # of weights that it takes
 def unavailable_reason(device: torch.device | None = None) -> str | None:
     """Return None: the reference runs on every device of torch."""
     return None
-
-
-def moe_experts(call: ExpertsCall) -> torch.Tensor:
-    """Run the experts of a layer step by step; return (T, H), or the rows (M, H) of a call that is not summed."""
-    return unfused(sys.modules[__name__], call)
 
 
 def grouped_mm(activation: torch.Tensor, weight: PackedWeight, offsets: torch.Tensor) -> torch.Tensor:
@@ -176,5 +171,6 @@ def _router_logits(hidden: torch.Tensor, *linear: Any) -> torch.Tensor:
 
 
 linear_router = functools.partial(routing.linear_router, choose=router, logits_of=_router_logits)
+moe_experts = functools.partial(unfused, sys.modules[__name__])
 add_norm_mm = functools.partial(add_norm.add_norm_mm, mm=mm)
 add_norm_linear_router = functools.partial(add_norm.add_norm_linear_router, linear_router=linear_router)

@@ -17,37 +17,24 @@ from thunder_moe.activations import SWIGLU, SwiGLUConfig, swiglu
 from thunder_moe.formats.nvfp4 import BLOCK_SIZE, E2M1_MAX, E4M3_MAX
 from thunder_moe.formats.weight import PackedWeight
 from thunder_moe.kernels import add_norm, reference
-from thunder_moe.kernels.attention import decode_attention
-from thunder_moe.kernels.experts import ExpertsCall, unfused
-from thunder_moe.kernels.reference import linear_router, router
-from thunder_moe.routing import combine, gather_rows, live_rows, route, scale_of_rows
+from thunder_moe.kernels.experts import unfused
+from thunder_moe.kernels.reference import (  # noqa: F401  (in __all__)
+    decode_attention,
+    grouped_mm_dgrad,
+    linear_router,
+    mm_dgrad,
+    route,
+    router,
+    unavailable_reason,
+)
+from thunder_moe.routing import combine, gather_rows, live_rows, scale_of_rows
 
-__all__ = [
-    "add_norm_linear_router",
-    "add_norm_mm",
-    "decode_attention",
-    "grouped_mm",
-    "grouped_mm_combine",
-    "grouped_mm_dgrad",
-    "grouped_swiglu",
-    "linear_router",
-    "mm",
-    "mm_dgrad",
-    "moe_experts",
-    "quantize_rows",
-    "route",
-    "router",
-    "unavailable_reason",
-]
+__all__ = ["quantize_rows"]
+__all__ += reference.__all__
 
 FLOAT_MAX = torch.finfo(torch.float32).max
 # Smaller largest magnitudes count as this one, so that 2688 over it is finite; rows of zeros stay zeros.
 SMALLEST_AMAX = 1e-30
-
-
-def unavailable_reason(device: torch.device | None = None) -> str | None:
-    """Return None: this backend runs on every device of torch."""
-    return None
 
 
 def quantize_rows(
@@ -91,14 +78,8 @@ def grouped_mm(
     activation: torch.Tensor, weight: PackedWeight, offsets: torch.Tensor, *, amax: float | None = None
 ) -> torch.Tensor:
     """Multiply (M, K) rows sorted by expert, with offsets (E,) of row ends: -> (M, N) in the activation's dtype."""
-    values, scale, decode = quantize_rows(activation, amax, live_rows(offsets, activation.shape[0]))
-    rows = (values.view(*scale.shape, BLOCK_SIZE) * scale.float()[..., None]).flatten(-2)  # exact in float32
+    rows, decode = _scaled_rows(activation, amax, live_rows(offsets, activation.shape[0]))
     return (reference.grouped_mm(rows, weight, offsets) * decode).to(activation.dtype)
-
-
-def grouped_mm_dgrad(grad: torch.Tensor, weight: PackedWeight, offsets: torch.Tensor) -> torch.Tensor:
-    """Return the gradient (M, K) of `grouped_mm`'s activation, as if it were not rounded, from (M, N) of the output."""
-    return reference.grouped_mm_dgrad(grad, weight, offsets)
 
 
 def grouped_swiglu(
@@ -129,22 +110,19 @@ def grouped_mm_combine(
     return combine(grouped_mm(activation, weight, offsets), offsets, slot_row, slot_weight, bias)
 
 
-def moe_experts(call: ExpertsCall) -> torch.Tensor:
-    """Run the experts of a layer step by step; return (T, H), or the rows (M, H) of a call that is not summed."""
-    return unfused(sys.modules[__name__], call)
-
-
 def mm(activation: torch.Tensor, weight: PackedWeight, bias: torch.Tensor | None = None) -> torch.Tensor:
     """Multiply (M, K) by a weight (1, N, K), plus bias (N,): -> (M, N) in the activation's dtype."""
-    values, scale, decode = quantize_rows(activation)
-    rows = (values.view(*scale.shape, BLOCK_SIZE) * scale.float()[..., None]).flatten(-2)  # exact in float32
+    rows, decode = _scaled_rows(activation)
     out = reference.mm(rows, weight) * decode
     return (out if bias is None else out + bias).to(activation.dtype)
 
 
-def mm_dgrad(grad: torch.Tensor, weight: PackedWeight) -> torch.Tensor:
-    """Return the gradient (M, K) of `mm`'s activation, as if it were not rounded, from (M, N) of the output."""
-    return reference.mm_dgrad(grad, weight)
+def _scaled_rows(
+    activation: torch.Tensor, amax: float | None = None, live: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the values of `quantize_rows` times their block scales, exact in float32, and the decode scale."""
+    values, scale, decode = quantize_rows(activation, amax, live)
+    return (values.view(*scale.shape, BLOCK_SIZE) * scale.float()[..., None]).flatten(-2), decode
 
 
 def _round_to_e2m1(x: torch.Tensor) -> torch.Tensor:
@@ -155,5 +133,6 @@ def _round_to_e2m1(x: torch.Tensor) -> torch.Tensor:
     return torch.copysign(torch.round(magnitude / step) * step, x)
 
 
+moe_experts = functools.partial(unfused, sys.modules[__name__])
 add_norm_mm = functools.partial(add_norm.add_norm_mm, mm=mm)
 add_norm_linear_router = functools.partial(add_norm.add_norm_linear_router, linear_router=linear_router)

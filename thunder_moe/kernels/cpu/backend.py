@@ -29,31 +29,16 @@ from thunder_moe.formats.block_format import MXFP8, NVFP4, BlockFormat
 from thunder_moe.formats.weight import PackedWeight
 from thunder_moe.kernels import add_norm, code_cache, host_code, reference
 from thunder_moe.kernels.arguments import DTYPE_CODES, as_kernel_float, dtype_code, pointer
-from thunder_moe.kernels.attention import decode_attention
+from thunder_moe.kernels.attention import decode_attention  # noqa: F401  (in reference.__all__)
 from thunder_moe.kernels.batch_invariance import is_batch_invariant
 from thunder_moe.kernels.cpu.crossover import NEVER, ROWS, Limits, forced_limits, limits_for
-from thunder_moe.kernels.experts import ExpertsCall, unfused
+from thunder_moe.kernels.experts import unfused
 from thunder_moe.kernels.forks import ForkLock
 from thunder_moe.kernels.slow_paths import to_linear
 from thunder_moe.routing import RouterConfig, gather_rows, row_groups, scale_of_rows
 
-__all__ = [
-    "add_norm_linear_router",
-    "add_norm_mm",
-    "decode_attention",
-    "dequantize",
-    "grouped_mm",
-    "grouped_mm_combine",
-    "grouped_mm_dgrad",
-    "grouped_swiglu",
-    "linear_router",
-    "mm",
-    "mm_dgrad",
-    "moe_experts",
-    "route",
-    "router",
-    "unavailable_reason",
-]
+__all__ = ["dequantize"]
+__all__ += reference.__all__
 
 FORMATS = (NVFP4.name, MXFP8.name)  # of weights; a format's place is its number in src/numbers.h
 
@@ -150,11 +135,6 @@ def grouped_mm_combine(
     slots = (slot_row.data_ptr(), pointer(slot_weight), tokens, top_k, n)
     _extension().thunder_moe_combine(*of_rows, *slots, pointer(bias), *of_bias, out.data_ptr())
     return out
-
-
-def moe_experts(call: ExpertsCall) -> Tensor:
-    """Run the experts of a layer step by step; return (T, H), or the rows (M, H) of a call that is not summed."""
-    return unfused(sys.modules[__name__], call)
 
 
 def _bias(bias: Tensor | None, offsets: Tensor) -> tuple[Tensor | None, int, int, int]:
@@ -291,6 +271,7 @@ def router(
 
 linear_router = functools.partial(reference.linear_router, choose=router)
 add_norm_linear_router = functools.partial(add_norm.add_norm_linear_router, linear_router=linear_router)
+moe_experts = functools.partial(unfused, sys.modules[__name__])
 add_norm_mm = functools.partial(add_norm.add_norm_mm, mm=mm)
 
 
