@@ -21,13 +21,9 @@ class ExpertsCall(NamedTuple):
     """The operands of a layer's experts. Legend: T tokens, A experts of a token, M = T * A rows.
 
     Attributes:
-        hidden_states: (T, H).
+        hidden_states, expert_weights: (T, H) and floating point (T, A).
         expert_ids: int32 or int64 (T, A); ids outside [0, E) contribute nothing.
-        expert_weights: floating point (T, A).
-        gate_up: (E, 2I, H), the gate's rows first.
-        down: (E, H, I).
-        gate_up_bias: (E, 2I).
-        down_bias: (E, H).
+        gate_up, down: (E, 2I, H), the gate's rows first, and (E, H, I); their biases (E, 2I) and (E, H).
         order: the order of the rows, if it is known.
         weight_on_input: the weights multiply the experts' input, not their output.
         form: the form of the activation.

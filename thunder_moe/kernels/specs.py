@@ -52,16 +52,13 @@ class GemmSpec:
     """A grouped GEMM of 16-bit rows and packed weights.
 
     Attributes:
-        rows: M, of all experts together.
-        num_experts: E.
+        rows, num_experts, k: M, of all experts together, E and K.
         n: N, rows of a weight; 2 I with an activation.
-        k: K.
         dtype: the dtype of rows and result.
         weight: the packed weight.
         target: where it runs.
         top_k: the number of rows of a token, gathered by a row_slot; None if rows are already gathered.
-        slot_scale: the dtype of that operand; None for no operand.
-        bias: the dtype of that operand; None for no operand.
+        slot_scale, bias: the dtypes of these operands; None for no operand.
         activation: fused into the GEMM; None for the GEMM alone.
         batch_invariant: True if the order of a row's sums must not depend on the number of rows.
     """
@@ -90,20 +87,12 @@ class ExpertsSpec:
     """The experts of a layer: route -> gate_up GEMM + activation -> down GEMM -> weighted sum per token.
 
     Attributes:
-        tokens: T.
-        top_k: A.
-        num_experts: E.
-        hidden_size: H.
-        intermediate_size: I.
-        dtype: the dtype of tokens and result.
-        ids: the dtype of the expert ids.
-        weights: the dtype of the routing weights.
-        gate_up: the packed weight (E, 2I, H).
-        down: the packed weight (E, H, I).
+        tokens, top_k, num_experts, hidden_size, intermediate_size: T, A, E, H and I.
+        dtype, ids, weights: the dtypes of tokens and result, of the expert ids, and of the routing weights.
+        gate_up, down: the packed weights (E, 2I, H) and (E, H, I).
         activation: between the GEMMs.
         target: where it runs.
-        gate_up_bias: the dtype of that operand; None for no operand.
-        down_bias: the dtype of that operand; None for no operand.
+        gate_up_bias, down_bias: the dtypes of these operands; None for no operand.
         sorted: True if the order of the rows is given.
         weight_on_input: True if the routing weights multiply the experts' input, not their output.
         summed: False for the rows (M, H) before the sum.
@@ -157,10 +146,7 @@ class CombineSpec:
     """The weighted sum of each token's rows: (M, N) -> (T, N).
 
     Attributes:
-        rows: M, positive.
-        tokens: T, positive.
-        top_k: A, positive.
-        n: N, positive.
+        rows, tokens, top_k, n: M, T, A and N, all positive.
         dtype: the dtype of rows and result.
         weights: the dtype of the weights; None for no operand.
     """
@@ -178,12 +164,10 @@ class RouterSpec:
     """A router: logits -> scores, expert ids and the order of the rows.
 
     Attributes:
-        tokens: T.
-        num_experts: E.
+        tokens, num_experts: T and E.
         form: how it scores and chooses.
-        logits: the dtype of the logits.
+        logits, scores: their dtypes.
         bias: the dtype of the bias of the choice; None for no operand.
-        scores: the dtype of the scores.
         target: where it runs.
         hidden_size: H, if the router's linear layer is a part of it; else None.
         hidden: the dtype of the linear layer's operands, or None.
@@ -207,10 +191,7 @@ class LinearSpec:
     """A grouped GEMM of weights that are not packed: (M, K) x (E, N, K) -> (M, N).
 
     Attributes:
-        rows: M, positive.
-        num_experts: E, positive.
-        n: N, positive.
-        k: K, positive.
+        rows, num_experts, n, k: M, E, N and K, all positive.
         dtype: the dtype of rows, weight and result.
         target: where it runs.
         transposed: True if the weight is (E, K, N).
@@ -238,10 +219,7 @@ class DgradSpec:
     """The gradient of a grouped GEMM's rows: (M, N) x a packed weight (E, N, K) -> (M, K).
 
     Attributes:
-        rows: M, positive.
-        num_experts: E.
-        n: N.
-        k: K.
+        rows, num_experts, n, k: M, which is positive, E, N and K.
         dtype: the dtype of the gradients.
         weight: the packed weight.
         target: where it runs.
