@@ -89,7 +89,6 @@ class Operator:
         differentiable: the names of arguments that get a gradient.
         saved: the positions of the function's arguments that the gradient reads.
         saved_results: the positions of the results that the gradient reads.
-        signature_of: the function whose parameters the operator has, if `function` accepts any.
         of_nvfp4: the names of optional arguments that operators of other formats do not have.
         format: the number format of its packed weights, if it has any.
         mutates: the names of arguments that it changes in place.
@@ -114,7 +113,6 @@ class Operator:
         differentiable: Sequence[str] = (),
         saved: slice = slice(None),
         saved_results: slice = slice(0),
-        signature_of: Callable[..., Any] | None = None,
         of_nvfp4: Sequence[str] = (),
         format: BlockFormat = NVFP4,
         mutates: Sequence[str] = (),
@@ -123,7 +121,7 @@ class Operator:
         self._shapes, self._check, self._check_values, self._dtype = shapes, check, check_values, dtype
         self.differentiable, self._gradient, self._function = differentiable, gradient, function
         self._saved, self._saved_results, self.mutates = saved, saved_results, tuple(mutates)
-        described = inspect.signature(signature_of or function)
+        described = inspect.signature(function)
         flat: list[inspect.Parameter] = []
         places: list[int] = []  # of the described arguments among the operator's
         self._weights: list[tuple[slice, Callable[..., WeightOperands]]] = []  # by their places, the last one first
@@ -139,8 +137,7 @@ class Operator:
                 flat += [value.replace(name=name, annotation="Tensor") for name in names]
             elif format is NVFP4 or value.name not in of_nvfp4:
                 flat.append(value)
-        returned = inspect.signature(function).return_annotation
-        self.signature = described.replace(parameters=flat, return_annotation=returned)
+        self.signature = described.replace(parameters=flat)
         parameters = self.signature.parameters
         self._positional = [name for name, value in parameters.items() if value.kind is not value.KEYWORD_ONLY]
         defaults = {name: None if value.default is value.empty else value.default for name, value in parameters.items()}
