@@ -135,7 +135,7 @@ class _Dense:
             scales = scales.repeat_interleave(widths, output_size=layer.weight.shape[0])[None]
         return (scales.contiguous(),)
 
-    def multiply(self, layer: Any, x: Tensor, bias: Tensor | None) -> Tensor:
+    def apply(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """Multiply x (..., K) by the weight -> (..., N)."""
         scales = [layer.weight_scale] if self._format is MXFP8 else [layer.weight_scale, layer.weight_scale_2]
         operator = getattr(torch.ops.thunder_moe, self._operator)
@@ -203,9 +203,6 @@ class ModelOptThunderLinearMethod(_Dense, ModelOptLinearMethod):  # type: ignore
             del layer.input_scale
         return super()._global_scales(layer, layer_name)
 
-    def apply(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        return self.multiply(layer, x, bias)
-
 
 @register_weight_loader_v2_supported_method
 class ModelOptThunderMxFp8LinearMethod(_MxFp8Dense, ModelOptThunderLinearMethod):
@@ -249,9 +246,6 @@ class ThunderOnlineLinearMethod(_Dense, OnlineLinearBase):  # type: ignore[misc]
             setattr(layer, name, torch.nn.Parameter(tensor[0], requires_grad=False))
         return (packed.global_scale,)
 
-    def apply(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        return self.multiply(layer, x, bias)
-
 
 class _Scheme(_Dense):
     """The base of the schemes for compressed-tensors, which vLLM asks for what it asks a method."""
@@ -266,8 +260,7 @@ class _Scheme(_Dense):
             )
         self.pack(layer, self.layer_name)
 
-    def apply_weights(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        return self.multiply(layer, x, bias)
+    apply_weights = _Dense.apply
 
 
 class ThunderNvfp4Scheme(_Scheme, CompressedTensorsW4A4Fp4):  # type: ignore[misc]
