@@ -40,12 +40,7 @@ def _mm_shapes(
 
 
 def _check_mm(
-    activation: Tensor,
-    residual: Tensor,
-    norm_weight: Tensor,
-    *others: Any,
-    epsilon: float,
-    **options: Any,
+    activation: Tensor, residual: Tensor, norm_weight: Tensor, *others: Any, epsilon: float, **options: Any
 ) -> None:
     scaled_mm.check_scaled_mm(activation, *others, **options)
     _check_norm("activation", activation, residual, norm_weight)
@@ -112,12 +107,7 @@ def _router_dtypes(*args: Any, **options: Any) -> tuple[torch.dtype | None, ...]
 
 
 def _check_router(
-    hidden_states: Tensor,
-    residual: Tensor,
-    norm_weight: Tensor,
-    *others: Any,
-    norm_epsilon: float,
-    **options: Any,
+    hidden_states: Tensor, residual: Tensor, norm_weight: Tensor, *others: Any, norm_epsilon: float, **options: Any
 ) -> None:
     router.check_linear_router(hidden_states, *others, **options)
     _check_norm("hidden_states", hidden_states, residual, norm_weight)

@@ -50,13 +50,7 @@ def _gradient(grad: Tensor, rows: Tensor, offsets: Tensor, slot_row: Tensor, *, 
     return (padded.index_select(0, token_of_row).to(rows.dtype),)
 
 
-@operator(
-    shapes=_shapes,
-    check=_check,
-    check_values=_check_values,
-    gradient=_gradient,
-    differentiable=("rows",),
-)
+@operator(shapes=_shapes, check=_check, check_values=_check_values, gradient=_gradient, differentiable=("rows",))
 def moe_combine(rows: Tensor, offsets: Tensor, slot_row: Tensor) -> Tensor:
     """Compute ``out[t] = sum over a of rows[slot_row[t, a]]``, added in float32 in the order of a, rounded once.
 
