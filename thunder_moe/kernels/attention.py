@@ -53,20 +53,10 @@ def cudnn_groups_heads_of(
 
 
 def decode_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    key_cache: Tensor,
-    value_cache: Tensor,
-    position: Tensor,
-    mask: Tensor | None,
-    cos: Tensor | None,
-    sin: Tensor | None,
-    query_norm: Tensor | None,
-    key_norm: Tensor | None,
-    epsilon: float,
-    scale: float,
-) -> Tensor:
+    query: Tensor, key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, position: Tensor,
+    mask: Tensor | None, cos: Tensor | None, sin: Tensor | None, query_norm: Tensor | None, key_norm: Tensor | None,
+    epsilon: float, scale: float,
+) -> Tensor:  # fmt: skip
     """Attend with one new token per text, in plain torch; the operator `decode_attention` has the arguments."""
     refuse("decode_attention in plain torch", "use the model's own attention")
     if query_norm is not None and key_norm is not None:

@@ -21,19 +21,10 @@ __all__ = ["decode_attention"]
 
 
 def _check(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    key_cache: Tensor,
-    value_cache: Tensor,
-    position: Tensor,
-    mask: Tensor | None = None,
-    cos: Tensor | None = None,
-    sin: Tensor | None = None,
-    query_norm: Tensor | None = None,
-    key_norm: Tensor | None = None,
-    **_: Any,
-) -> None:
+    query: Tensor, key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, position: Tensor,
+    mask: Tensor | None = None, cos: Tensor | None = None, sin: Tensor | None = None,
+    query_norm: Tensor | None = None, key_norm: Tensor | None = None, **_: Any,
+) -> None:  # fmt: skip
     require(query.ndim == 3, "query", query, "shape (texts, heads, width)")
     require(query.dtype in ACTIVATION_DTYPES, "query", query, "dtype bfloat16, float16 or float32")
     (texts, heads, width), device = query.shape, query.device
@@ -72,16 +63,8 @@ def _has_rows(tensor: Tensor, texts: int, width: int) -> bool:
     return first in (1, texts) and last == width and all(size == 1 for size in middle)
 
 
-def _check_values(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    key_cache: Tensor,
-    value_cache: Tensor,
-    position: Tensor,
-    *_: Any,
-    **__: Any,
-) -> None:
+def _check_values(*operands: Any, **_: Any) -> None:
+    key_cache, position = operands[3], operands[5]
     if position.device.type == "cpu":
         length = key_cache.shape[2]
         require(0 <= int(position) < length, "position", position, f"a number from 0 to {length - 1}")

@@ -49,13 +49,9 @@ def _check(
 
 
 def _check_form(
-    experts: int,
-    bias: Tensor | None,
-    device: torch.device,
-    top_k: int,
-    scores_dtype: torch.dtype | None,
+    experts: int, bias: Tensor | None, device: torch.device, top_k: int, scores_dtype: torch.dtype | None,
     options: dict[str, Any],
-) -> None:
+) -> None:  # fmt: skip
     """Raise a ValueError for a bias or options that do not fit a choice among so many experts."""
     if bias is not None:
         ok = bias.shape == (experts,) and bias.dtype in ACTIVATION_DTYPES and bias.device == device
@@ -181,17 +177,10 @@ def linear_dtypes(
 
 
 def check_linear_router(
-    hidden_states: Tensor,
-    weight: Tensor,
-    linear_bias: Tensor | None = None,
-    bias: Tensor | None = None,
-    *,
-    top_k: int,
-    logits_dtype: torch.dtype | None = None,
-    scores_dtype: torch.dtype | None = None,
-    prefetch: bool = False,
-    **options: Any,
-) -> None:
+    hidden_states: Tensor, weight: Tensor, linear_bias: Tensor | None = None, bias: Tensor | None = None, *,
+    top_k: int, logits_dtype: torch.dtype | None = None, scores_dtype: torch.dtype | None = None,
+    prefetch: bool = False, **options: Any,
+) -> None:  # fmt: skip
     """Raise the ValueError of `moe_linear_router`, as far as that needs no data."""
     dtype, device = hidden_states.dtype, hidden_states.device
     require(hidden_states.ndim == 2, "hidden_states", hidden_states, "shape (tokens, hidden_size)")

@@ -54,12 +54,7 @@ def _shapes(activation: Tensor, weight: WeightOperands, *_: Any, **__: Any) -> t
 
 
 def check_scaled_mm(
-    activation: Tensor,
-    weight: WeightOperands,
-    bias: Tensor | None = None,
-    *,
-    layout: str = LINEAR,
-    prefetch: bool = False,
+    activation: Tensor, weight: WeightOperands, bias: Tensor | None = None, *, layout: str = LINEAR, **_: Any
 ) -> None:
     """Raise the ValueError of `f16a_nvfp4weight_scaled_mm`, as far as that needs no data."""
     _check_operands("activation", activation, weight, layout, "in_features")
@@ -73,13 +68,7 @@ def _run(name: str, rows: Tensor, weight: WeightOperands, layout: str) -> Tensor
 
 
 def _gradient(
-    grad: Tensor,
-    weight: WeightOperands,
-    bias: Tensor | None = None,
-    *,
-    needs: Any,
-    layout: str = LINEAR,
-    prefetch: bool = False,
+    grad: Tensor, weight: WeightOperands, bias: Tensor | None = None, *, needs: Any, layout: str = LINEAR, **_: Any
 ) -> tuple[Tensor | None, Tensor | None]:
     of_activation = of_bias = None
     if needs[0]:

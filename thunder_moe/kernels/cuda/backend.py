@@ -289,14 +289,9 @@ def router(
 
 
 def linear_router(
-    hidden: Tensor,
-    weight: Tensor,
-    linear_bias: Tensor | None,
-    bias: Tensor | None,
-    form: RouterConfig,
-    logits_dtype: torch.dtype,
-    dtype: torch.dtype,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    hidden: Tensor, weight: Tensor, linear_bias: Tensor | None, bias: Tensor | None, form: RouterConfig,
+    logits_dtype: torch.dtype, dtype: torch.dtype,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Route (T, H), (E, H) -> the results of `router`, and the logits (T, E), like `moe_linear_router`."""
     served = routers.serves_linear((hidden.shape[0], weight.shape[0]), hidden.shape[1], form, hidden.dtype)
     if not served or is_batch_invariant():
@@ -355,17 +350,9 @@ def add_norm_mm(
 
 
 def add_norm_linear_router(
-    x: Tensor,
-    residual: Tensor,
-    norm_weight: Tensor,
-    norm_epsilon: float,
-    weight: Tensor,
-    linear_bias: Tensor | None,
-    bias: Tensor | None,
-    form: RouterConfig,
-    logits_dtype: torch.dtype,
-    dtype: torch.dtype,
-) -> tuple[Tensor, ...]:
+    x: Tensor, residual: Tensor, norm_weight: Tensor, norm_epsilon: float, weight: Tensor, linear_bias: Tensor | None,
+    bias: Tensor | None, form: RouterConfig, logits_dtype: torch.dtype, dtype: torch.dtype,
+) -> tuple[Tensor, ...]:  # fmt: skip
     """Add, normalize and route (T, H), (E, H), like the operator `add_norm_linear_router`."""
     parts = x, residual, norm_weight, norm_epsilon, weight, linear_bias, bias, form, logits_dtype, dtype
     if is_batch_invariant():  # the kernel of both serves few rows

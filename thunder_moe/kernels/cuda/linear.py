@@ -76,17 +76,9 @@ _ROWS_OF_16_BITS = 768
 
 
 def append_linear(
-    chain: ChainBuilder,
-    spec: LinearSpec,
-    kernel: str,
-    x: Address,
-    weight: Address,
-    offsets: Address,
-    out: Address,
-    adapter: tuple[Any, ...] | None = None,
-    *,
-    tile: int | None = None,
-) -> None:
+    chain: ChainBuilder, spec: LinearSpec, kernel: str, x: Address, weight: Address, offsets: Address, out: Address,
+    adapter: tuple[Any, ...] | None = None, *, tile: int | None = None,
+) -> None:  # fmt: skip
     """Append rows of each expert times its weight, (M, K) -> (M, N).
 
     Args:
@@ -128,14 +120,9 @@ def append_linear(
 
 
 def append_packed_linear(
-    chain: ChainBuilder,
-    spec: DgradSpec,
-    x: Address,
-    weight: tuple[Address, Address, Address | None],
-    offsets: Address,
-    out: Address,
-    adapter: tuple[Any, ...] | None = None,
-) -> None:
+    chain: ChainBuilder, spec: DgradSpec, x: Address, weight: tuple[Address, Address, Address | None],
+    offsets: Address, out: Address, adapter: tuple[Any, ...] | None = None,
+) -> None:  # fmt: skip
     """Append rows times NVFP4 weights in tiles, (M, N) x (E, N, K) -> (M, K), on compute capability 9.0.
 
     The spec has at most `MAX_EXPERTS` experts. An adapter (inner, b, ...) with its rank adds rows (M, R) times b

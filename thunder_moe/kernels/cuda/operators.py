@@ -254,19 +254,10 @@ def _weight(call: _Call, first: int, layout: str) -> tuple[Weight, WeightSpec, t
 
 
 def _gemm(
-    call: _Call,
-    layout: str,
-    config: GemmConfig | None,
-    *,
-    offsets: int | None = 4,
-    row_slot: int | None = None,
-    slot_scale: int | None = None,
-    bias: int | None = None,
-    form: SwiGLUConfig | None = None,
-    transposed: bool = False,
-    prefetch: bool = False,
-    batch_invariant: bool = False,
-) -> tuple[GemmSpec, Callable[..., Address]]:
+    call: _Call, layout: str, config: GemmConfig | None, *, offsets: int | None = 4, row_slot: int | None = None,
+    slot_scale: int | None = None, bias: int | None = None, form: SwiGLUConfig | None = None, transposed: bool = False,
+    prefetch: bool = False, batch_invariant: bool = False,
+) -> tuple[GemmSpec, Callable[..., Address]]:  # fmt: skip
     """Return the GEMM of (activation, codes, scale, global_scale, ...), and a function that appends it to the chain.
 
     Args:
@@ -505,13 +496,9 @@ def _add_norm_linear_router(
 
 
 def _append_linear_router(
-    call: _Call,
-    form: RouterConfig,
-    logits_dtype: torch.dtype | None,
-    scores_dtype: torch.dtype | None,
-    prefetch: bool,
+    call: _Call, form: RouterConfig, logits_dtype: torch.dtype | None, scores_dtype: torch.dtype | None, prefetch: bool,
     norm: tuple[Address, Address, float] | None = None,
-) -> None:
+) -> None:  # fmt: skip
     """Append a router; the call has hidden states, weight, linear_bias and bias."""
     hidden, weight = call.samples[:2]
     linear_bias, bias = call.sample(2), call.sample(3)

@@ -98,21 +98,10 @@ class Adapter(NamedTuple):
 
 
 def append_gemm(
-    chain: ChainBuilder,
-    spec: GemmSpec,
-    plan: GemmPlan,
-    x: Address,
-    weight: Weight,
-    offsets: Address | None,
-    row_slot: Address | None = None,
-    slot_scale: Address | None = None,
-    bias: Address | None = None,
-    *,
-    out: Address | None = None,
-    after_gemm: bool = False,
-    adapter: Adapter | None = None,
-    prefetch: bool = False,
-) -> Address:
+    chain: ChainBuilder, spec: GemmSpec, plan: GemmPlan, x: Address, weight: Weight, offsets: Address | None,
+    row_slot: Address | None = None, slot_scale: Address | None = None, bias: Address | None = None, *,
+    out: Address | None = None, after_gemm: bool = False, adapter: Adapter | None = None, prefetch: bool = False,
+) -> Address:  # fmt: skip
     """Append a grouped GEMM: (M, K) rows, or (T, K) tokens with row_slot -> (M, columns_of(spec)).
 
     Args:
@@ -295,13 +284,9 @@ def append_experts(
 
 
 def append_dgrad(
-    chain: ChainBuilder,
-    spec: DgradSpec,
-    grad: Address,
-    weight: Weight,
-    offsets: Address,
+    chain: ChainBuilder, spec: DgradSpec, grad: Address, weight: Weight, offsets: Address,
     adapter: Adapter | None = None,
-) -> Callable[[Tensor, tuple[Tensor, Tensor]], Tensor] | None:
+) -> Callable[[Tensor, tuple[Tensor, Tensor]], Tensor] | None:  # fmt: skip
     """Append the gradient of a grouped GEMM's rows, (M, N) -> (M, K), and declare its result.
 
     On compute capability 9.0 the GEMM decodes NVFP4 weights in tiles, if that is faster. Otherwise the weights of
