@@ -66,3 +66,12 @@ def test_opcheck(opcheck):
     opcheck(OPS.trainable_grouped_mm.default, (a, weight.mT.detach().contiguous().requires_grad_(), offsets))
     for row_major in (False, True):
         opcheck(OPS.trainable_grouped_mm_wgrad.default, (a.detach(), grad, offsets, row_major))
+
+
+def test_a_second_derivative_is_an_error():
+    offsets = torch.tensor([2, 4, 6, 8], dtype=torch.int32)
+    a, weight = make(offsets)
+    out = OPS.trainable_grouped_mm(a, weight.mT, offsets)
+    (grad,) = torch.autograd.grad(out.float().square().sum(), a, create_graph=True)
+    with pytest.raises(NotImplementedError, match="second derivatives are not supported"):
+        grad.float().sum().backward()
