@@ -223,9 +223,7 @@ def use_lora_(model: Model, adapters: str | Sequence[str] | None) -> Model:
         ValueError: no linear has the name, a name is given twice, or adapters are merged; the model is unchanged then.
     """
     linears = require_lora(model)
-    require_type("adapters", adapters, (Iterable, type(None)), "a name, a list of names or None")
-    wanted = (adapters,) if isinstance(adapters, str) else tuple(adapters or ())
-    require_names(linears, wanted)
+    wanted = require_names(linears, adapters)
     refuse_merged(linears)
     for linear in linears.values():
         linear.lora_active = tuple(name for name in wanted if name in linear.lora_specs)
@@ -257,11 +255,13 @@ def remove_lora_(model: Model, adapter: str | None = None) -> Model:
     Merged adapters stay in the weights when all are removed.
 
     Raises:
+        TypeError: the model is not a module, or `adapter` is neither a name nor None.
         ValueError: the model has no adapters, or none of that name; one adapter is removed while any is merged.
     """
     linears = require_lora(model)
+    require_type("adapter", adapter, (str, type(None)), "a name or None")
     if adapter is not None:
-        require_names(linears, (adapter,))
+        require_names(linears, adapter)
         refuse_merged(linears)
     for linear in linears.values():
         for name in list(linear.lora_specs) if adapter is None else [adapter]:
@@ -435,14 +435,24 @@ def require_lora(model: nn.Module) -> dict[str, Any]:
     return linears
 
 
-def require_names(linears: dict[str, Any], wanted: Sequence[str]) -> None:
-    """Raise a ValueError if none of the linears has an adapter of a wanted name, or a name is given twice."""
+def require_names(linears: dict[str, Any], adapters: Any) -> tuple[str, ...]:
+    """Return the names in an argument `adapters`: one name, several, or None.
+
+    Raises:
+        TypeError: it is something else.
+        ValueError: none of the linears has an adapter of a name, or a name is given twice.
+    """
+    words = "a name, a list of names or None"
+    require_type("adapters", adapters, (Iterable, type(None)), words)
+    wanted = (adapters,) if isinstance(adapters, str) else tuple(adapters or ())
     known = {name for linear in linears.values() for name in linear.lora_specs}
     for name in wanted:
+        require_type("adapters", name, str, words)
         if name not in known:
             raise ValueError(f"adapters: got {name!r}, wanted some of {sorted(known)}")
     if len(set(wanted)) != len(wanted):
         raise ValueError(f"adapters: got {list(wanted)}, wanted each name once")
+    return wanted
 
 
 def refuse_merged(linears: dict[str, Any]) -> None:

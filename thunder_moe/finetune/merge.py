@@ -59,16 +59,16 @@ def merge_lora_(
         by the size of what the adapters add (Frobenius norms). At 1 the rounding is as large as the adapters.
 
     Raises:
+        TypeError: the model is not a module, or `adapters` is of another type.
         ValueError: the model has no adapters; a name is unknown or given twice; adapters are merged already; an
             adapter, or a sum in the weight's dtype, has NaN or Inf; with `dequantize`, a linear with adapters cannot be
             replaced (it has hooks, for example). The model is unchanged then.
     """
     linears = require_lora(model)
-    wanted = (adapters,) if isinstance(adapters, str) else None if adapters is None else tuple(adapters)
-    require_names(linears, wanted or ())
+    wanted = require_names(linears, adapters)
     refuse_merged(linears)
     chosen = {
-        name: tuple(a for a in (linear.lora_active if wanted is None else wanted) if a in linear.lora_specs)
+        name: tuple(a for a in (linear.lora_active if adapters is None else wanted) if a in linear.lora_specs)
         for name, linear in linears.items()
     }
     if not any(chosen.values()):
