@@ -24,8 +24,8 @@ from safetensors.torch import load_file, save_file
 from thunder_moe import f16a_mxfp8weight_scaled_grouped_mm
 from thunder_moe.__main__ import main
 from thunder_moe.checkpoint import Checkpoint, ExpertsLayout, ExpertWeights, convert, write_checkpoint
+from thunder_moe.checkpoint.experts import ExpertsPart
 from thunder_moe.checkpoint.formats.interface import has_e4m3_nan
-from thunder_moe.checkpoint.part import ExpertsPart
 from thunder_moe.formats import mxfp8, nvfp4
 
 MIXED, OTHER = "modelopt_mixed_qwen3_moe", "compressed_tensors_mxfp8_qwen3_moe"

@@ -24,8 +24,8 @@ from checkpoint_files import (
 from safetensors.torch import load_file
 
 from thunder_moe.checkpoint import Checkpoint, ExpertWeights, convert
+from thunder_moe.checkpoint.experts import ExpertsPart
 from thunder_moe.checkpoint.files import TensorFiles
-from thunder_moe.checkpoint.part import ExpertsPart
 
 
 @pytest.mark.parametrize("export", EXPORTS)

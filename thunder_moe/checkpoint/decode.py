@@ -11,12 +11,11 @@ from itertools import product
 
 import torch
 
-from thunder_moe.checkpoint.experts import ExpertWeights
+from thunder_moe.checkpoint.experts import UNSHARDED, ExpertsPart, ExpertWeights
 from thunder_moe.checkpoint.files import TensorFiles, TensorInfo
 from thunder_moe.checkpoint.formats.interface import FLOATS, CheckpointFormat
 from thunder_moe.checkpoint.formats.registry import format_of
 from thunder_moe.checkpoint.modules import ExpertBlock, Module
-from thunder_moe.checkpoint.part import UNSHARDED, ExpertsPart
 from thunder_moe.formats.gate_up import deinterleave
 from thunder_moe.formats.weight import PackedWeight, joined
 

@@ -1,7 +1,7 @@
-"""The experts of a layer for reader and writer: their weights in one form, and their layout in the checkpoint.
-Called by all of checkpoint and by integrations; calls formats.weight.
+"""The experts of a layer for reader and writer: their weights in one form, their layout in the checkpoint, and the part
+of them that one rank has. Called by all of checkpoint and by integrations; calls formats.
 
-Legend: E experts, I intermediate_size, H hidden_size.
+Legend: E experts, I intermediate_size, H hidden_size, N output features, K input features.
 """
 
 from __future__ import annotations
@@ -10,9 +10,10 @@ from dataclasses import dataclass
 
 import torch
 
+from thunder_moe.formats.layouts import BLOCK_SIZE
 from thunder_moe.formats.weight import PackedWeight
 
-__all__ = ["ExpertWeights", "ExpertsLayout"]
+__all__ = ["UNSHARDED", "ExpertWeights", "ExpertsLayout", "ExpertsPart"]
 
 
 @dataclass(frozen=True)
@@ -62,3 +63,70 @@ class ExpertWeights:
         """Return the bytes of all tensors."""
         biases = sum(bias.nbytes for bias in (self.gate_up_bias, self.down_bias) if bias is not None)
         return self.gate_up.nbytes + self.down.nbytes + biases
+
+
+@dataclass(frozen=True)
+class ExpertsPart:
+    """Whole experts (expert parallelism) or a part of each (tensor parallelism), or both.
+
+    Ranks have equal shares, in their order. A share of the intermediate features is the same range of gate's rows, of
+    up's rows and of down's columns.
+
+    Attributes:
+        expert_rank: index of this rank's share of the experts.
+        expert_ranks: number of these shares.
+        feature_rank: index of this rank's share of the intermediate features.
+        feature_ranks: number of these shares.
+    """
+
+    expert_rank: int = 0
+    expert_ranks: int = 1
+    feature_rank: int = 0
+    feature_ranks: int = 1
+
+    @property
+    def is_unsharded(self) -> bool:
+        return self.expert_ranks == self.feature_ranks == 1
+
+    def experts(self, count: int) -> slice:
+        """Return this part's range of `count` experts.
+
+        Raises:
+            ValueError: the number of ranks does not divide the number of experts.
+        """
+        if count % self.expert_ranks:
+            raise ValueError(
+                f"ep_size: got {self.expert_ranks} for {count} experts, wanted a size that divides their number"
+            )
+        return _share(count, self.expert_rank, self.expert_ranks)
+
+    def features(self, size: int, block: int = BLOCK_SIZE) -> slice:
+        """Return this part's range of `size` intermediate features.
+
+        Raises:
+            ValueError: a share would split a block of `block` features, which have one scale.
+        """
+        if self.feature_ranks > 1 and size % (self.feature_ranks * block):
+            raise ValueError(
+                f"tp_size: got {self.feature_ranks} for experts of {size} intermediate features, wanted a size whose"
+                f" shares of them are multiples of {block}, the features that share a scale"
+            )
+        return _share(size, self.feature_rank, self.feature_ranks)
+
+    def rows(self, n: int, parts: int) -> list[slice]:
+        """Return the slices of the first projection's `n` rows for this rank.
+
+        The projection stacks `parts` weights (gate and up, or up alone); the result has a slice for each."""
+        if self.feature_ranks == 1:
+            return [slice(0, n)]
+        size = n // parts
+        own = self.features(size)
+        return [slice(part * size + own.start, part * size + own.stop) for part in range(parts)]
+
+
+UNSHARDED = ExpertsPart()
+
+
+def _share(size: int, rank: int, ranks: int) -> slice:
+    share = size // ranks
+    return slice(rank * share, (rank + 1) * share)

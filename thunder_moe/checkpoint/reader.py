@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from thunder_moe.checkpoint.decode import decode_dense, decode_experts
-from thunder_moe.checkpoint.experts import ExpertsLayout, ExpertWeights
+from thunder_moe.checkpoint.experts import UNSHARDED, ExpertsLayout, ExpertsPart, ExpertWeights
 from thunder_moe.checkpoint.files import TensorFiles, TensorInfo, find_checkpoint, read_json
 from thunder_moe.checkpoint.formats.fp8 import FP8, find_fp8
 from thunder_moe.checkpoint.formats.interface import FLOATS, subdict
@@ -27,7 +27,6 @@ from thunder_moe.checkpoint.formats.registry import (
     is_fp8_alone,
 )
 from thunder_moe.checkpoint.modules import CACHE_FIELDS, Module, is_interleaved, sort_modules
-from thunder_moe.checkpoint.part import UNSHARDED, ExpertsPart
 from thunder_moe.formats.block_format import BlockFormat
 from thunder_moe.formats.registry import dequantize
 from thunder_moe.formats.weight import PackedWeight

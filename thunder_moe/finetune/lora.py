@@ -27,8 +27,7 @@ from thunder_moe.nn.lora import (
     NVFP4LoRALinearPart,
     read_record,
 )
-from thunder_moe.quantization.accelerate_hooks import set_class
-from thunder_moe.quantization.replaceable import has_own_forward, instance_customization
+from thunder_moe.quantization.replaceable import has_own_forward, instance_customization, set_class
 from thunder_moe.selection import Names, Selection, Selector, require_matches, select
 from thunder_moe.training import GroupedMLP, NVFP4GroupedMLP, ScaledSwiGLU
 

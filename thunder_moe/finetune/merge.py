@@ -29,8 +29,8 @@ from thunder_moe.kernels.select import lay_out, quantize_to
 from thunder_moe.nn import GroupedLinear
 from thunder_moe.nn.linear import NVFP4LinearPart
 from thunder_moe.nn.lora import LoRADense, LoRAGroupedLinear, LoRALinear, NVFP4LoRAGroupedLinear
-from thunder_moe.quantization.accelerate_hooks import set_class
 from thunder_moe.quantization.quantize import dequantize_with_
+from thunder_moe.quantization.replaceable import set_class
 
 __all__ = ["merge_lora_", "unmerge_lora_"]
 

@@ -32,9 +32,8 @@ from thunder_moe.formats.weight import PackedWeight
 from thunder_moe.kernels.dense import SlowerFrom, slower_from, why_slower
 from thunder_moe.kernels.select import lay_out, preferred_layout
 from thunder_moe.nn.linear import NVFP4Linear, NVFP4LinearPart, NVFP4LinearStack, is_packed_dense, stacked_bias
-from thunder_moe.quantization.accelerate_hooks import copy_hook
 from thunder_moe.quantization.families import ExpertFamily, Quantization, weight_key
-from thunder_moe.quantization.replaceable import customization, has_own_forward
+from thunder_moe.quantization.replaceable import copy_hook, customization, has_own_forward
 from thunder_moe.selection import shortened
 
 __all__ = ["DenseLinears", "is_dense_layer", "join_read_together"]
@@ -104,8 +103,7 @@ class DenseLinears(ExpertFamily):
         if linears is True:
             for module, name in list(candidates.items()):
                 size = self._rows_of_stack(module), module.in_features
-                reason = why_slower(self._device_of(module), module.weight.dtype, *size)
-                if reason is not None:
+                if (reason := why_slower(self._device_of(module), module.weight.dtype, *size)) is not None:
                     self.skipped[module] = name, reason
                     skipped[reason].append(name)
                     del candidates[module], self._formats[module]

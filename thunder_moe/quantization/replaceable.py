@@ -1,6 +1,7 @@
-"""Checks that a module may be replaced by its 4-bit or 16-bit form: one without hooks, wrappers or extra tensors.
-Called by the other modules of quantization, finetune.lora and integrations; calls nn for its classes, and knows how
-accelerate wraps a forward.
+"""Checks that a module may be replaced by its 4-bit or 16-bit form: one without hooks, wrappers or extra tensors. Keeps
+accelerate's hooks, which move activations between devices, when modules or their classes change.
+Called by the other modules of quantization, finetune and integrations; calls nn for its classes, and accelerate where a
+module has its hook.
 """
 
 from __future__ import annotations
@@ -17,7 +18,13 @@ from thunder_moe.nn.linear import NVFP4LinearPart
 from thunder_moe.nn.lora import LoRALinear, NVFP4LoRAGroupedLinear
 from thunder_moe.training import GroupedMLP, NVFP4GroupedMLP
 
-__all__ = ["customization", "has_hook", "has_own_forward", "instance_customization", "wrapped_modules"]
+__all__ = [
+    "HOOK_ATTRIBUTES", "copy_hook", "customization", "has_hook", "has_own_forward", "instance_customization",
+    "set_class", "wrapped_modules",
+]  # fmt: skip
+
+# The names that accelerate adds to a module's __dict__: the hook, and the forward that calls it.
+HOOK_ATTRIBUTES = ("_hf_hook", "_old_forward", "forward")
 
 # Module class -> its children, parameters and buffers; `_FORWARDS`: its forward.
 _PROJECTIONS = dict.fromkeys(("gate_proj", "up_proj", "down_proj"), GroupedLinear)
@@ -67,8 +74,7 @@ def customization(module: nn.Module, *, hooked: bool = False) -> str | None:
         return f"it is a {type(module).__name__}, not a {known.__name__} itself"
     if known.forward is not _FORWARDS[known]:
         return f"the forward of {known.__name__} was replaced"
-    reason = instance_customization(module)
-    if reason is not None:
+    if (reason := instance_customization(module)) is not None:
         return reason
     if not has_own_forward(module) or (has_hook(module) and not hooked):
         return "its forward is wrapped or replaced"
@@ -88,8 +94,7 @@ def customization(module: nn.Module, *, hooked: bool = False) -> str | None:
             return f"its {name} is a {type(child).__name__}, not a {children[name].__name__}"
         if children[name] is nn.Module:  # kept unchanged
             continue
-        reason = customization(child)
-        if reason is not None:
+        if (reason := customization(child)) is not None:
             return f"{name}: {reason}"
     if known is GroupedSwiGLU:
         gate, up, down = (tuple(module.get_parameter(f"{name}.weight").shape) for name in _PROJECTIONS)
@@ -138,6 +143,33 @@ def has_own_forward(module: nn.Module) -> bool:
     while own is not None and own is not forward.__func__:
         own = getattr(own, "__wrapped__", None)
     return own is not None
+
+
+def copy_hook(module: nn.Module, other: nn.Module) -> None:
+    """Copies accelerate's hook of another module, if it has one, to a module."""
+    if has_hook(other):
+        from accelerate.hooks import add_hook_to_module
+
+        add_hook_to_module(module, vars(other)["_hf_hook"])
+
+
+def set_class(module: nn.Module, cls: type[nn.Module]) -> None:
+    """Change the class of a module; accelerate's hook on it then wraps the forward of that class.
+
+    The module stays the same object, as in torch's `register_parametrization` and `fully_shard`: the model itself may
+    be a linear, a stack knows its parts, and callers hold linears whose adapters come, merge and go.
+    """
+    old: Any = type(module)
+    hook = vars(module).get("_hf_hook")
+    if hook is None or old.forward is cls.forward or not has_own_forward(module):
+        module.__class__ = cls
+        return
+    from accelerate.hooks import add_hook_to_module, remove_hook_from_module
+
+    remove_hook_from_module(module)
+    vars(module).pop("forward", None)  # accelerate leaves the forward of the old class there
+    module.__class__ = cls
+    add_hook_to_module(module, hook)
 
 
 def wrapped_modules(model: nn.Module) -> dict[nn.Module, str]:

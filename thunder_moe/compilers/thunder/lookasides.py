@@ -26,8 +26,8 @@ __all__ = ["LateLookasides", "same_code", "trace"]
 _MODULES = {
     "thunder_moe.parallel.modules": "thunder_moe.parallel.thunder",
     "transformers.models.llama4.modeling_llama4": "thunder_moe.integrations.huggingface.thunder_llama4",
-    "transformers.utils.output_capturing": "thunder_moe.integrations.huggingface.thunder_outputs",
-    "transformers.cache_utils": "thunder_moe.integrations.huggingface.thunder_cache",
+    "transformers.utils.output_capturing": "thunder_moe.integrations.huggingface.thunder_models",
+    "transformers.cache_utils": "thunder_moe.integrations.huggingface.thunder_models",
 }
 
 

@@ -1,5 +1,5 @@
 """`OtherMethods`: other methods for a module of transformers, in place and with a way back.
-Base of `QuantizedModel`, `FusedRouter`, `FusedNorm` and Llama 4's routed layer and router; calls accelerate_hooks.
+Base of `QuantizedModel`, `FusedRouter`, `FusedNorm` and Llama 4's routed layer and router; calls replaceable.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from thunder_moe.quantization.accelerate_hooks import set_class
+from thunder_moe.quantization.replaceable import set_class
 
 __all__ = ["OtherMethods"]
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from thunder_moe.checkpoint.part import UNSHARDED, ExpertsPart
+from thunder_moe.checkpoint.experts import UNSHARDED, ExpertsPart
 from thunder_moe.formats.gate_up import deinterleave, interleave
 from thunder_moe.formats.weight import PackedWeight
 from thunder_moe.integrations.huggingface.forms import (
@@ -37,9 +37,8 @@ from thunder_moe.nn.autocast import autocast_rows
 from thunder_moe.nn.lora import LoRALinear, NVFP4LoRAGroupedLinear
 from thunder_moe.nn.quantized import calls_only_its_class, name_of_container
 from thunder_moe.ops.operator import operator_for
-from thunder_moe.quantization.accelerate_hooks import copy_hook
 from thunder_moe.quantization.families import weight_key
-from thunder_moe.quantization.replaceable import has_hook, has_own_forward
+from thunder_moe.quantization.replaceable import copy_hook, has_hook, has_own_forward
 
 __all__ = ["NVFP4Experts", "expert_blocks", "expert_weights", "pack_ahead", "quantized_experts"]
 

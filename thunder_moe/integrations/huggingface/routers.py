@@ -27,7 +27,7 @@ from thunder_moe.nn.autocast import autocast_dtype
 from thunder_moe.nn.linear_router import is_one_operator
 from thunder_moe.ops import router as _router  # noqa: F401  (registers the operator)
 from thunder_moe.ops.operator import operator_for
-from thunder_moe.quantization.accelerate_hooks import HOOK_ATTRIBUTES
+from thunder_moe.quantization.replaceable import HOOK_ATTRIBUTES
 from thunder_moe.routing import RouterConfig
 
 __all__ = [
@@ -232,8 +232,7 @@ def fuse_router(router: nn.Module, orders: RowOrders) -> bool:
     """Make a router run `moe_router` and leave the order of rows, if the table has its class; True if it does now."""
     attributes: dict[str, Any] = {"row_orders": orders}
     if not isinstance(router, FusedRouter):
-        call = fused_call(router)
-        if call is None:
+        if (call := fused_call(router)) is None:
             return False
         # An option costs half a microsecond of a call, also one that has its default.
         options = {name: value for name, value in asdict(call.form).items() if value != _DEFAULTS.get(name)}

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from thunder_moe.checkpoint.part import ExpertsPart
+from thunder_moe.checkpoint.experts import ExpertsPart
 from thunder_moe.formats.weight import PackedWeight
 
 AllReduce: Any

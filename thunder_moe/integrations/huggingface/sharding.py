@@ -17,7 +17,7 @@ import torch
 import transformers
 from torch import Tensor, nn
 
-from thunder_moe.checkpoint.part import UNSHARDED, ExpertsPart
+from thunder_moe.checkpoint.experts import UNSHARDED, ExpertsPart
 from thunder_moe.integrations.huggingface.experts import NVFP4Experts
 from thunder_moe.integrations.huggingface.sharded_forward import AllReduce, Registry, by_layer
 from thunder_moe.nn.linear import NVFP4Linear
@@ -168,8 +168,7 @@ def _cut_modules(model: nn.Module, plan: dict[str, str], mesh: Any) -> None:
             elif style == _TP_STYLE:
                 cut_(module, ExpertsPart(feature_rank=rank, feature_ranks=size), mesh)
         elif isinstance(module, NVFP4Linear) and style in _DENSE_STYLES:
-            dim = _DENSE_STYLES[style]
-            if dim:
+            if dim := _DENSE_STYLES[style]:
                 module.narrow_(dim, rank, size)
                 module.process_part = (dim, rank, size)
                 vars(module)["process_mesh"] = mesh

@@ -1,5 +1,10 @@
-"""Lookasides of moe_executor that refuse the caches of keys and values whose changes Thunder would lose.
-Imported by compilers/thunder/lookasides.py once transformers' caches are imported; calls it.
+"""Lookasides of moe_executor that let Thunder trace whole models of transformers, and refuse the caches of keys and
+values whose changes it would lose.
+Imported by compilers/thunder/lookasides.py once transformers' output capturing or caches are imported; calls it.
+
+Models keep what they collect (``output_hidden_states=True``) in a context variable, which takes a global instead while
+torch.compile traces. Thunder 0.2.6 traces that branch and fails on the change of the global. The lookasides are the
+variable's own methods: they set and reset it while Thunder traces, and leave nothing in the trace.
 
 Of several attributes that a traced function sets on one object, Thunder 0.2.6 keeps the first alone. A cache that makes
 its tensors in its first update, or new ones at each step, is wrong afterwards, mostly without an error. Static layers
@@ -11,6 +16,7 @@ from __future__ import annotations
 from typing import Any, NoReturn
 
 from transformers.cache_utils import Cache, DynamicCache, StaticLayer, StaticSlidingWindowLayer
+from transformers.utils.output_capturing import CompileableContextVar as _Variable
 
 from thunder_moe.compilers.thunder.lookasides import same_code, trace
 from thunder_moe.kernels.slow_paths import warn_once
@@ -69,3 +75,4 @@ def _checked(update: Any) -> Any:
 _updates = [getattr(Cache, name, None) for name in _UPDATES]
 LOOKASIDES: dict[Any, Any] = {update: _checked(update) for update in _updates if update is not None}
 LOOKASIDES[DynamicCache.__init__] = _refuse_new_cache
+LOOKASIDES |= {method: method for method in (_Variable.get, _Variable.set, _Variable.reset)}
