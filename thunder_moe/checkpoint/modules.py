@@ -171,8 +171,7 @@ class ExpertBlock:
         kinds = {"quantized": self.is_quantized, "MXFP8": most_are_mxfp8, "FP8": self.is_fp8}
         for part in sorted(parts):
             for expert in range(count) if count else [None]:
-                module = self.modules.get((part, expert))
-                if module is None:
+                if (module := self.modules.get((part, expert))) is None:
                     raise self._error(f"lacks {self.projections[part]} of expert {expert} of {count}")
                 own = {"quantized": module.is_quantized, "MXFP8": module.is_mxfp8, "FP8": module.is_fp8}
                 if (kind := next((kind for kind in kinds if own[kind] != kinds[kind]), None)) is not None:

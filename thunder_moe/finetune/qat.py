@@ -8,7 +8,7 @@ bit the weights that training computed with.
 
 from __future__ import annotations
 
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +21,7 @@ from thunder_moe.quantization.choose import choose_modules
 from thunder_moe.quantization.families import families_of
 from thunder_moe.selection import Patterns, Selection
 
-__all__ = ["FakeQuantize", "finish_qat_", "prepare_qat_"]
+__all__ = ["FakeQuantize", "finish_qat_", "prepare_qat_", "prepared_weights"]
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -131,13 +131,7 @@ def finish_qat_(model: Model) -> Model:
         ValueError: no weight of the model is prepared, or a prepared weight has another parametrization, too.
     """
     require_module(model)
-    prepared = [
-        (path, module, name)
-        for path, module in model.named_modules()
-        if parametrize.is_parametrized(module)
-        for name, steps in module.parametrizations.items()
-        if any(isinstance(step, FakeQuantize) for step in steps)
-    ]
+    prepared = prepared_weights(model)
     if not prepared:
         raise ValueError(f"model: found nothing in {type(model).__name__} that prepare_qat_ has prepared")
     for path, module, name in prepared:
@@ -148,3 +142,14 @@ def finish_qat_(model: Model) -> Model:
     for family in families_of(model):
         family.finish(model)
     return model
+
+
+def prepared_weights(model: nn.Module) -> list[tuple[str, Any, str]]:
+    """Return path, module and name of each parameter that `prepare_qat_` has prepared."""
+    return [
+        (path, module, name)
+        for path, module in model.named_modules()
+        if parametrize.is_parametrized(module)
+        for name, steps in module.parametrizations.items()
+        if any(isinstance(step, FakeQuantize) for step in steps)
+    ]

@@ -19,7 +19,6 @@ from thunder_moe.formats.checks import require_module
 from thunder_moe.kernels.rounded_weights import drop, keep
 from thunder_moe.kernels.select import training_products
 from thunder_moe.ops.grouped_linear import check_recipe
-from thunder_moe.quantization import choose  # noqa: F401  (registers the family of this package's modules)
 from thunder_moe.quantization.families import ExpertFamily, families_of
 from thunder_moe.weight_cache import local_data
 
@@ -142,6 +141,5 @@ def _experts(model: nn.Module) -> Iterator[tuple[str, nn.Module, ExpertFamily]]:
     """Yield the modules of experts in 16 bits, with their paths and families."""
     families = families_of(model)
     for path, module in model.named_modules():
-        family = next((each for each in families if each.match(module)), None)
-        if family is not None:
+        if (family := next((each for each in families if each.match(module)), None)) is not None:
             yield path, module, family

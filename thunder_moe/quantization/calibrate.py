@@ -250,13 +250,13 @@ def _calibrate_layer(
     packs = {module: partial(pack, targets[module].format, own) for module, own in weights.items()}
     own_run = replace(run, packs=WeakKeyDictionary(packs))
     del weights, packs  # each module is freed once it is converted
-    swap(model, targets, lambda module, family: family.convert(module, own_run.for_module(module)), "calibrating")
+    swap(model, targets, own_run.convert, "calibrating")
 
 
 def _restore_layer(model: nn.Module, targets: Targets, run: Quantization, kept: Iterator[PackedWeight]) -> None:
     """Replaces the modules of a layer with the weights that an interrupted call has calibrated, in the same order."""
     own_run = replace(run, pack=lambda weight: next(kept).to(weight.device), packs={})
-    swap(model, targets, lambda module, family: family.convert(module, own_run), "restoring")
+    swap(model, targets, own_run.convert, "restoring")
 
 
 class _LayerDoneError(Exception):

@@ -21,9 +21,8 @@ from thunder_moe.formats.nvfp4 import WEIGHT_DTYPES
 from thunder_moe.formats.registry import FORMATS, check_scale_search, find_format
 from thunder_moe.kernels.select import quantize, quantize_to
 from thunder_moe.nn import MODULE_LAYOUTS
-from thunder_moe.quantization import grouped_experts
 from thunder_moe.quantization.dense_linears import DenseLinears, is_dense_layer
-from thunder_moe.quantization.families import ExpertFamily, Quantization, families_of, register
+from thunder_moe.quantization.families import ExpertFamily, Quantization, families_of
 from thunder_moe.quantization.plan import QuantizationPlan, Skipped, Target, Targets
 from thunder_moe.quantization.replaceable import wrapped_modules
 from thunder_moe.selection import Format, Names, Patterns, Selection, Selector, check_patterns, format_function, select
@@ -40,7 +39,6 @@ __all__ = [
 ]
 
 Model = TypeVar("Model", bound=nn.Module)
-register(grouped_experts.__name__)
 _LOGGER = logging.getLogger("thunder_moe")
 _LAYOUTS = ("auto", *MODULE_LAYOUTS)
 
@@ -78,7 +76,10 @@ def choose_modules(
     require_layout(layout)
     families: list[ExpertFamily] = families_of(model)
     if required:
-        _check_patterns(model, names, families, filter=filter, ignore=ignore, linears=linears, format=format)
+        every = dict(model.named_modules(remove_duplicate=False))
+        candidates = [name for name in every if linears is not False and is_dense_layer(name, every[name])]
+        experts = [name for name in every if any(family.match(every[name]) for family in families)]
+        check_patterns(names, experts, candidates, filter=filter, ignore=ignore, linears=linears, format=format)
     dense = DenseLinears()
     if takes is not False:
         dense.choose(model, takes, selector.declined, device_of, format_of)
@@ -102,26 +103,6 @@ def choose_modules(
     return QuantizationPlan(model, run, chosen, skipped | declined | dense.skipped, linears, choose_again)
 
 
-def _check_patterns(
-    model: nn.Module,
-    names: Names,
-    families: list[ExpertFamily],
-    *,
-    filter: Selection | None,
-    ignore: Patterns | None,
-    linears: bool | Selection,
-    format: Format,
-) -> None:
-    """Raises a ValueError for a pattern that fits nothing."""
-    dense, experts = [], []
-    for name, module in model.named_modules(remove_duplicate=False):
-        if linears is not False and is_dense_layer(name, module):
-            dense.append(name)
-        elif any(family.match(module) for family in families):
-            experts.append(name)
-    check_patterns(names, experts, dense, filter=filter, ignore=ignore, linears=linears, format=format)
-
-
 def _classify(
     model: nn.Module,
     selector: Selector,
@@ -135,8 +116,7 @@ def _classify(
     declined: Skipped = {}
 
     def visit(module: nn.Module, name: str) -> bool:
-        family = next((family for family in families if family.match(module)), None)
-        if family is None:
+        if (family := next((family for family in families if family.match(module)), None)) is None:
             return False
         if isinstance(family, DenseLinears):
             choose_or_skip(module, Target(name, family, family.format_of(module)), wrapped, chosen, skipped)
@@ -296,8 +276,7 @@ def require_layout(layout: str) -> None:
 
 
 def require_fit(layout: str, name: str, n: int, k: int, format: BlockFormat = NVFP4) -> None:
-    needs = layout_fits(n, k, layout, format)
-    if needs is not None:
+    if (needs := layout_fits(n, k, layout, format)) is not None:
         raise ValueError(
             f"layout: got {layout!r} for {name!r}, which has a weight of out_features {n} and in_features {k},"
             f" wanted {needs}"

@@ -39,6 +39,10 @@ class Quantization:
         """Return this quantization with the `pack` of a module."""
         return replace(self, pack=self.packs[module]) if module in self.packs else self
 
+    def convert(self, module: nn.Module, family: ExpertFamily) -> nn.Module:
+        """Return the 4-bit form of a module, in its own format."""
+        return family.convert(module, self.for_module(module))
+
 
 def weight_key(*weights: Tensor, order: str = "") -> tuple[Any, ...]:
     """Return the key in a memo for the conversion of living weights; all families use it.
@@ -124,13 +128,14 @@ class ExpertFamily:
 
 
 # Module that has families -> the packages of the classes that they handle; any class when empty. Modules are listed by
-# name, so that `import thunder_moe` imports none. transformers_modules is the code that comes with a checkpoint.
+# name, because they import this one. transformers_modules is the code that comes with a checkpoint.
 _MODULES: dict[str, tuple[str, ...]] = {
     "thunder_moe.integrations.huggingface.quantizer": (
         "transformers",
         "transformers_modules",
         "thunder_moe.integrations.huggingface",
     ),
+    "thunder_moe.quantization.grouped_experts": (),
 }
 
 

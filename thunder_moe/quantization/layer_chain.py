@@ -34,8 +34,7 @@ def numbered_layers(names: Collection[str]) -> dict[str, str]:
     for begin in (shared, 0):
         layers: dict[str, str] = {}
         for name, parts in split.items():
-            numbers = [at for at in range(begin, len(parts)) if parts[at].isdecimal()]
-            if numbers:
+            if numbers := [at for at in range(begin, len(parts)) if parts[at].isdecimal()]:
                 layers[name] = ".".join(parts[: numbers[0] + 1])
         if layers:
             return layers

@@ -151,7 +151,7 @@ class QuantizationPlan(Generic[Model]):
         """Replaces the modules of `chosen`, and empties it."""
         run, label = self.run, "quantizing experts" if self._linears is False else "quantizing"
         try:
-            swap(self._model, self.chosen, lambda module, family: family.convert(module, run.for_module(module)), label)
+            swap(self._model, self.chosen, run.convert, label)
         finally:  # after an interrupt, too: the replaced modules are saved as 4-bit ones
             for family in families_of(self._model):
                 family.finish(self._model)

@@ -29,7 +29,7 @@ from thunder_moe.quantization.replaceable import has_hook
 from thunder_moe.selection import shortened
 from thunder_moe.weight_cache import refresh
 
-__all__ = ["refresh_"]
+__all__ = ["refresh_", "whole_tensor"]
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -101,7 +101,7 @@ def _take(model: nn.Module, weights: Mapping[str, Tensor], scale_search: str | N
         for name in progress_bar(units, desc="refreshing", unit="layer", disable=quick):
             _refresh_unit(units[name], name, _below(weights, name), families, scale_search)
         for name, tensor in others.items():
-            tensor.copy_(_whole(weights[name]))
+            tensor.copy_(whole_tensor(weights[name]))
 
 
 def _units(model: nn.Module, families: list[ExpertFamily]) -> dict[str, nn.Module]:
@@ -233,7 +233,7 @@ def _refresh_unit(
             if weight is not None and weight.is_meta:
                 module._parameters[key] = made.setdefault(weight, _like(weight, home))
     try:
-        part.load_state_dict({key: _whole(tensor) for key, tensor in weights.items()})
+        part.load_state_dict({key: whole_tensor(tensor) for key, tensor in weights.items()})
         quantize_(
             copy,
             lambda module, where: formats[where],
@@ -262,7 +262,7 @@ def _tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     yield from module.named_buffers(remove_duplicate=False)
 
 
-def _whole(tensor: Any) -> Tensor:
+def whole_tensor(tensor: Any) -> Tensor:
     """Return a tensor, a DTensor gathered."""
     result: Tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
     return result

@@ -152,8 +152,7 @@ def not_plain_experts(module: nn.Module) -> str | None:
     Its forward has to be the interface's, or the known class's: what a subclass or an instance computes itself
     is not known, nor do hooks survive, except accelerate's.
     """
-    reason = instance_customization(module)
-    if reason is not None:
+    if (reason := instance_customization(module)) is not None:
         return reason
     sharded = sharding_of(module) is not None
     if sharded and not has_experts(module):
@@ -161,8 +160,7 @@ def not_plain_experts(module: nn.Module) -> str | None:
     if not sharded and not has_own_forward(module):
         return "something (expert parallelism?) has wrapped its forward"
     for name, child in module.named_modules():
-        reason = instance_customization(child) if child is not module else None
-        if reason is not None:
+        if child is not module and (reason := instance_customization(child)) is not None:
             return f"{name}: {reason}"
     if not has_experts(module):
         return _not_plain_nvfp4(module)
@@ -173,8 +171,7 @@ def not_plain_experts(module: nn.Module) -> str | None:
     written = forward.__module__, forward.__qualname__
     if known is not None and written != (known.__module__, f"{known.__name__}.forward"):
         return f"{type(module).__name__} has another forward than {known.__name__}"
-    form = form_of(module)
-    if form is None:
+    if (form := form_of(module)) is None:
         down = getattr(module, "down_proj", None)
         what = f"{down.dtype} of shape {tuple(down.shape)}" if isinstance(down, Tensor) else type(down).__name__
         return f"its down_proj is {what}, wanted a parameter of three dimensions and 16 or 32 bits"
@@ -193,8 +190,7 @@ def _not_plain_nvfp4(module: nn.Module) -> str | None:
         child = module._modules[name]
         if not isinstance(child, NVFP4GroupedLinear):
             return f"its {name} is a {type(child).__name__}, not a NVFP4GroupedLinear"
-        reason = customization(child)
-        if reason is not None:
+        if (reason := customization(child)) is not None:
             return f"{name}: {reason}"
     return None
 
@@ -219,8 +215,7 @@ def form_of(module: nn.Module) -> ExpertsForm | None:
 
 def require_form(module: nn.Module) -> ExpertsForm:
     """Return the form of an experts module; raise a TypeError for any other module."""
-    form = form_of(module)
-    if form is None:
+    if (form := form_of(module)) is None:
         raise TypeError(
             f"hf_experts_module: got {type(module).__name__}, wanted an experts module of transformers with weights of"
             " 16 or 32 bits (expert_blocks(model) lists the experts modules of a model)"

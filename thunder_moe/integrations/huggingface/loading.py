@@ -66,19 +66,8 @@ class PackedQuantizer(HfQuantizer):
         """Return False: `QuantizedModel` writes these models, transformers' own ``save_pretrained`` cannot."""
         return False
 
-    @property
-    def is_trainable(self) -> bool:
-        """True: gradients flow through the frozen 4-bit weights to routers, norms and adapters."""
-        return True
-
-    @property
-    def is_qat_trainable(self) -> bool:
-        """True: `Trainer` may train what is not 4-bit, without adapters."""
-        return True
-
-    @property
-    def is_compileable(self) -> bool:
-        return True
+    # Gradients flow through the frozen 4-bit weights to routers, norms and adapters; without adapters, too.
+    is_trainable = is_qat_trainable = is_compileable = True
 
 
 def mark_initialized(*things: nn.Module | nn.Parameter) -> None:

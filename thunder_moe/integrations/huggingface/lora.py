@@ -382,8 +382,7 @@ def _complete(model: nn.Module, folder: Path, adapter: str, per_expert: bool) ->
         if place_of(key.removeprefix(PREFIX), blocks)[0] is None
     }  # fmt: skip
     config = json.loads((folder / CONFIG).read_text())
-    chosen = adapters(model, adapter)
-    if chosen:
+    if chosen := adapters(model, adapter):
         own, ours, ranks, alphas = encode(model, chosen, per_expert)
         tensors |= own
         nothing = config.get("target_modules") == _NOTHING

@@ -1,11 +1,17 @@
 """transformers' quantizer plug-in for `ThunderMoeConfig`: a 16-bit checkpoint is quantized while it loads.
-Called by transformers, because quantizer registers it; calls choose for the modules, plan to replace them, and experts
-to pack single weights.
+Called by transformers, because quantizer registers it; calls choose for the modules, plan to replace them, experts
+to pack single weights, and accelerate's hooks to offload.
 
 Pipeline: 16-bit skeleton on "meta" -> the modules that `quantize_` would replace are chosen in it -> transformers reads
 the weights of a layer, merges them and hands them to `_Load` -> each weight of experts is packed at once; a module
 whose tensors are all there is replaced -> after the load, `quantize_` takes what could not be chosen ahead (tied
 weights that are not tied after all).
+
+What a ``device_map`` puts on "cpu" beside an accelerator or on "disk" waits there, and is on the device that computes
+during its forward: a packed module leaves a placeholder in the model; its tensors go to main memory, or to transformers
+for its offload folder -> accelerate gives the placeholder a hook, which says where to compute -> the module comes back
+with a hook that moves all of its tensors. (Accelerate's own hooks move parameters of the module that is called; our
+tensors are buffers of its children.)
 """
 
 from __future__ import annotations
@@ -26,14 +32,13 @@ from thunder_moe.integrations.huggingface.experts import NVFP4Experts, pack_ahea
 from thunder_moe.integrations.huggingface.families import TransformersExperts
 from thunder_moe.integrations.huggingface.forms import require_form, stored_weights
 from thunder_moe.integrations.huggingface.loading import PackedQuantizer, mark_initialized
-from thunder_moe.integrations.huggingface.offload import Offloaded
 from thunder_moe.integrations.huggingface.saving import forget_quantization
 from thunder_moe.integrations.huggingface.sharded_forward import local_of, sharding_of
 from thunder_moe.integrations.huggingface.sharding import refuse_parallel
 from thunder_moe.nn.packed import PackedModule
 from thunder_moe.quantization.choose import choose_modules, non_finite_problem
 from thunder_moe.quantization.dense_linears import DenseLinears
-from thunder_moe.quantization.families import ExpertFamily, Quantization
+from thunder_moe.quantization.families import Quantization
 from thunder_moe.quantization.plan import Target, replace_module
 
 __all__ = ["ThunderMoeQuantizer"]
@@ -109,7 +114,7 @@ class _Load(ConversionOps):
         refuse_parallel(model)
         self.model, self.config, self.device_map = model, config, device_map or {"": "cpu"}
         self.units: dict[str, _Unit] = {}
-        self.offloaded: list[Offloaded] = []
+        self.offloaded: list[_Offloaded] = []
         with torch.inference_mode(False), torch.no_grad():
             names = {module: name for name, module in model.named_modules()}
             device_of: Any = lambda module: self.device(names[module])  # noqa: E731
@@ -168,7 +173,7 @@ class _Load(ConversionOps):
                 unit.take(name, (tensor[0] if isinstance(tensor, list) else tensor).to(self.device(name)))
                 replaced = [] if unit.waiting else unit.replace()
                 for each in replaced if waits else ():
-                    self.offloaded.append(Offloaded(self.model, each, others if waits == "disk" else None))
+                    self.offloaded.append(_Offloaded(self.model, each, others if waits == "disk" else None))
                 if missing_keys is not None:
                     missing_keys.discard(name)
         except Exception as error:
@@ -240,20 +245,62 @@ class _Unit:
     @torch.no_grad()
     def replace(self) -> list[str]:
         """Replace the modules; return their full names."""
-
-        def convert(module: nn.Module, family: ExpertFamily) -> nn.Module:
-            return family.convert(module, self._run.for_module(module))
-
         names = [place.name for _, place in self._members]
         for module, place in self._members:
             path, _, key = place.name.rpartition(".")
             parent = self._model.get_submodule(path)
-            new = replace_module(module, place, [(parent, key)], convert, "quantizing")
+            new = replace_module(module, place, [(parent, key)], self._run.convert, "quantizing")
             packed = (*new.modules(), *parent.children())
             mark_initialized(*(each for each in packed if isinstance(each, PackedModule | NVFP4Experts)))
         self._members, self._run.memo = [], {}
         self.started, self.replaced = False, True
         return names
+
+
+class _Offloaded:
+    """A module, by its name in a model, that is out of the model until `put_back`.
+
+    Its tensors stay in main memory, or go to `files` by their full names, for transformers to write to disk. Other
+    tensors, which are not loaded yet, are a ValueError.
+    """
+
+    def __init__(self, model: nn.Module, name: str, files: dict[str, Tensor] | None) -> None:
+        from accelerate.utils import set_module_tensor_to_device
+
+        self._model, self._name, self._module = model, name, model.get_submodule(name)
+        own = dict([*self._module.named_parameters(), *self._module.named_buffers()])
+        if others := [each for each, tensor in own.items() if tensor.is_meta]:
+            raise ValueError(
+                f"device_map: {name} has {', '.join(others)} beside its weights, which cannot be offloaded"
+            )
+        tensors: dict[str, Tensor] = {}
+        for each, tensor in own.items():
+            tensors[each] = tensor.detach().to("cpu", copy=True).contiguous()
+            set_module_tensor_to_device(self._module, each, "meta")
+        self._in_memory = tensors if files is None else None
+        if files is not None:
+            files |= {f"{name}.{each}": tensor for each, tensor in tensors.items()}
+        placeholder: Any = nn.Linear(1, 1, bias=False, device="meta")  # has a parameter, so accelerate gives it a hook
+        mark_initialized(placeholder, placeholder.weight)
+        model.set_submodule(name, placeholder)
+
+    def put_back(self) -> None:
+        """Put the module into the model again, once accelerate has dispatched it."""
+        from accelerate.hooks import AlignDevicesHook, add_hook_to_module
+        from accelerate.utils import PrefixedDataset
+
+        given = vars(self._model.get_submodule(self._name))["_hf_hook"]
+        weights: Any = self._in_memory or PrefixedDataset(given.weights_map.dataset, f"{self._name}.")
+        hook = AlignDevicesHook(
+            execution_device=given.execution_device,
+            offload=True,
+            weights_map=weights,
+            offload_buffers=True,
+            place_submodules=True,
+            skip_keys=given.skip_keys,
+        )
+        self._model.set_submodule(self._name, self._module)
+        add_hook_to_module(self._module, hook)
 
 
 class _Failed(dict[str, Any]):

@@ -233,8 +233,7 @@ class NVFP4CheckpointQuantizer(PackedQuantizer):
             path = key[: match.start()]
             # A model with a head reads what one without has written, and the reverse.
             names = (path, path.removeprefix(f"{prefix}."), f"{prefix}.{path}")
-            name = next((name for name in names if name in modules), None)
-            if name is not None:
+            if (name := next((name for name in names if name in modules), None)) is not None:
                 stored[name + match[0]] = self.checkpoint.read(key)
             elif match[1] == "specs":
                 logger.warning("%s has no counterpart in %s; its adapters are not loaded", path, type(model).__name__)

@@ -112,9 +112,13 @@ def _repetition(processor: Any) -> Any:
     return process, penalty
 
 
-def _least_length(length: int, processor: Any) -> Any:
+def _least_length(processor: Any) -> Any:
     """Return a process that forbids the end of a text before so many tokens, and its settings."""
     ends = processor.eos_token_id.flatten().tolist()
+    if isinstance(processor, processors.MinLengthLogitsProcessor):
+        length = int(processor.min_length)
+    else:
+        length = int(processor.prompt_length_to_skip) + int(processor.min_new_tokens)
 
     def process(scores: Tensor, state: State) -> Tensor:
         early = state.length < length
@@ -126,20 +130,12 @@ def _least_length(length: int, processor: Any) -> Any:
     return process, length, *ends
 
 
-def _min_length(processor: Any) -> Any:
-    return _least_length(int(processor.min_length), processor)
-
-
-def _min_new_tokens(processor: Any) -> Any:
-    return _least_length(int(processor.prompt_length_to_skip) + int(processor.min_new_tokens), processor)
-
-
 _KNOWN: dict[type, Callable[[Any], Any]] = {
     processors.TemperatureLogitsWarper: _of_scores,
     processors.TopKLogitsWarper: _of_scores,
     processors.TopPLogitsWarper: _of_scores,
     processors.MinPLogitsWarper: _of_scores,
     processors.RepetitionPenaltyLogitsProcessor: _repetition,
-    processors.MinLengthLogitsProcessor: _min_length,
-    processors.MinNewTokensLengthLogitsProcessor: _min_new_tokens,
+    processors.MinLengthLogitsProcessor: _least_length,
+    processors.MinNewTokensLengthLogitsProcessor: _least_length,
 }

@@ -19,13 +19,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils import parametrize
 from transformers import PreTrainedModel
 
 from thunder_moe.checkpoint.files import INDEX_NAME
 from thunder_moe.checkpoint.writer import MAX_SHARD_SIZE
 from thunder_moe.finetune.lora import ADAPTER_NAME, lora_linears, stored_adapters
-from thunder_moe.finetune.qat import FakeQuantize
+from thunder_moe.finetune.qat import prepared_weights
 from thunder_moe.integrations.huggingface.class_swap import OtherMethods
 from thunder_moe.integrations.huggingface.configs import METHOD, ON_LOAD
 from thunder_moe.integrations.huggingface.lora_targets import refuse_left_out
@@ -181,13 +180,8 @@ class QuantizedModel(OtherMethods):
         count: int = super().num_parameters(only_trainable, exclude_embeddings)  # type: ignore[misc]
         return count if only_trainable else count + count_packed(self)
 
-    def half(self: Any) -> Any:
-        """Cast all but the packed weights; transformers refuses that where a model was loaded in 4 bits."""
-        return nn.Module.half(self)
-
-    def float(self: Any) -> Any:
-        """Cast all but the packed weights to float32, as `half` does to float16."""
-        return nn.Module.float(self)
+    # They cast all but the packed weights; transformers refuses that where a model was loaded in 4 bits.
+    half, float = nn.Module.half, nn.Module.float
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Set an attribute; refuse the configurations that stock PEFT sets when it has left out 4-bit layers they mean.
@@ -238,11 +232,8 @@ def _is_quantized(model: nn.Module) -> bool:
 def prepared_names(model: nn.Module) -> dict[str, str]:
     """Return the plain name of each parameter that `prepare_qat_` has prepared -> its present name."""
     return {
-        f"{place}.{name}" if place else name: f"{place}.parametrizations.{name}.original".lstrip(".")
-        for place, module in model.named_modules()
-        if parametrize.is_parametrized(module)
-        for name, steps in module.parametrizations.items()
-        if any(isinstance(step, FakeQuantize) for step in steps)
+        f"{place}.{name}".lstrip("."): f"{place}.parametrizations.{name}.original".lstrip(".")
+        for place, _, name in prepared_weights(model)
     }
 
 

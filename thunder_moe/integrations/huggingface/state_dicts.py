@@ -127,8 +127,7 @@ def _dense(
     encoded = dict(MODELOPT.encode_dense(source, weight))
     if bias is not None:
         encoded[f"{source}.bias"] = bias.detach()
-    tensors = _InMemory.overlaid(encoded, left)
-    if tensors is None:
+    if (tensors := _InMemory.overlaid(encoded, left)) is None:
         return None
     module = sort_modules(tensors).dense[source]  # type: ignore[arg-type]
     return decode_dense(tensors, module), tensors.tensors.get(f"{source}.bias")  # type: ignore[arg-type]

@@ -31,6 +31,7 @@ from thunder_moe.integrations.huggingface.checkpoint_names import expert_sources
 from thunder_moe.integrations.huggingface.experts import NVFP4Experts
 from thunder_moe.integrations.huggingface.sharding import part_of, refuse_part
 from thunder_moe.nn.linear import NVFP4Linear, NVFP4LinearPart, NVFP4LinearStack
+from thunder_moe.quantization.refresh import whole_tensor
 
 __all__ = ["is_shared", "model_config", "model_tensors", "write_model"]
 
@@ -180,7 +181,9 @@ def _by_first(work: Callable[[], Any], others: Callable[[], Any]) -> Any:
 def _whole_experts(experts: NVFP4Experts) -> ExpertWeights:
     """Return the whole experts of a layer, on the device of this process' part."""
     part, form = experts.part, experts.form
-    biases = [None if bias is None else _full(bias.detach()) for bias in (experts.gate_up_bias, experts.down_bias)]
+    biases = [
+        None if bias is None else whole_tensor(bias.detach()) for bias in (experts.gate_up_bias, experts.down_bias)
+    ]
     weights = experts.gate_up_proj.packed_weight, experts.down_proj.packed_weight
     if part.is_unsharded:
         return ExpertWeights(*weights, *biases)
@@ -202,15 +205,10 @@ def _whole_state(state: dict[str, Tensor]) -> dict[str, Tensor]:
     """Return tensors that are not packed weights: in the first process whole and on its CPU, in the others none."""
     first, whole = dist.get_rank() == 0, {}
     for name, tensor in state.items():
-        full = _full(tensor)
+        full = whole_tensor(tensor)
         if first:
             whole[name] = full.cpu()
     return whole
-
-
-def _full(tensor: Any) -> Tensor:
-    full: Tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
-    return full
 
 
 def _whole(weight: PackedWeight, mesh: Any, dim: int, parts: int = 1) -> PackedWeight:
