@@ -57,12 +57,7 @@ def choose(
     linears: bool | Selection | None,
     format: Format,
 ) -> Choice:
-    """Return what the options take; they mean what they mean in `convert`.
-
-    Raises:
-        TypeError: an option is of another type.
-        ValueError: a pattern fits nothing, or the function `format` names no format.
-    """
+    """Return what the options take; they mean what they mean in `convert`, and raise the same errors."""
     experts = dict(checkpoint.fp8_blocks)
     if checkpoint.method in (None, "fp8"):  # in a 4-bit checkpoint, layers were left 16-bit on purpose
         experts |= checkpoint.plain_blocks

@@ -26,16 +26,8 @@ _CONFIGS = ("config.json", "hf_quant_config.json", "adapter_config.json")
 def copy_companions(source: Path, destination: Path, *, skip: tuple[Path, ...] = ()) -> None:
     """Copy everything of a checkpoint but weights, their indices and configs; hidden files stay behind.
 
-    Subfolders are copied unless they hold weights (another form of the model). Existing files of the destination stay.
-
-    Args:
-        source: directory of the checkpoint. Links to files are followed, as the hub's cache has them; links to folders
-            are not.
-        destination: an existing directory.
-        skip: directories inside `source` to leave out.
-
-    Raises:
-        OSError: a file or a folder cannot be read.
+    Subfolders are copied unless they hold weights (another form of the model) or are in `skip`. Existing files of the
+    destination stay. Links to files are followed, as the hub's cache has them; links to folders are not.
     """
     left_out = {path.resolve() for path in (*skip, destination)}
     for folder, subfolders, names in os.walk(source, onerror=_raise):

@@ -55,10 +55,7 @@ def decode_dense(
 ) -> PackedWeight:
     """Return a copy of the weight (1, N, K) of a packed module that is not an expert, on a device.
 
-    A `part` (dim, index, count) is one of `count` equal parts along dim 1 or 2.
-
-    Raises:
-        ValueError: as `decode_experts`.
+    A `part` (dim, index, count) is one of `count` equal parts along dim 1 or 2. Errors are as in `decode_experts`.
     """
     form = format_of(module)
     infos, slices = form.infos(module, 2), None

@@ -73,10 +73,8 @@ class ExpertsPart:
     up's rows and of down's columns.
 
     Attributes:
-        expert_rank: index of this rank's share of the experts.
-        expert_ranks: number of these shares.
-        feature_rank: index of this rank's share of the intermediate features.
-        feature_ranks: number of these shares.
+        expert_rank: index of this rank's share of the experts, of `expert_ranks`.
+        feature_rank: index of this rank's share of the intermediate features, of `feature_ranks`.
     """
 
     expert_rank: int = 0
@@ -89,11 +87,7 @@ class ExpertsPart:
         return self.expert_ranks == self.feature_ranks == 1
 
     def experts(self, count: int) -> slice:
-        """Return this part's range of `count` experts.
-
-        Raises:
-            ValueError: the number of ranks does not divide the number of experts.
-        """
+        """Return this part's range of `count` experts, which the number of ranks has to divide."""
         if count % self.expert_ranks:
             raise ValueError(
                 f"ep_size: got {self.expert_ranks} for {count} experts, wanted a size that divides their number"
@@ -103,8 +97,7 @@ class ExpertsPart:
     def features(self, size: int, block: int = BLOCK_SIZE) -> slice:
         """Return this part's range of `size` intermediate features.
 
-        Raises:
-            ValueError: a share would split a block of `block` features, which have one scale.
+        A share that would split a block of `block` features, which have one scale, is a ValueError.
         """
         if self.feature_ranks > 1 and size % (self.feature_ranks * block):
             raise ValueError(

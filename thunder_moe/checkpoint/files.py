@@ -31,14 +31,7 @@ _OPEN_FILES = 4
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """A tensor's entry in the header of a file.
-
-    Attributes:
-        name: of the tensor.
-        file: that holds it.
-        dtype: safetensors' word, such as "BF16", "U8", "F8_E4M3".
-        shape: of the tensor.
-    """
+    """A tensor's entry in the header of a file; `dtype` is safetensors' word, such as "BF16", "U8", "F8_E4M3"."""
 
     name: str
     file: Path
@@ -62,19 +55,10 @@ class TensorInfo:
 
 
 class TensorFiles:
-    """All tensors of a checkpoint directory by name.
+    """All tensors of a checkpoint directory by name; `argument` is the name of its path in messages.
 
-    Reads every header and checks it against its file's size, and the index against the headers; a broken checkpoint
-    raises here, before any tensor is read.
-
-    Args:
-        path: a directory with model.safetensors.index.json or model.safetensors.
-        argument: the name of the path in messages.
-
-    Raises:
-        FileNotFoundError: neither is there.
-        ValueError: a file is truncated or no safetensors file, a header or the index is inconsistent; the message names
-            the file.
+    Reads every header and checks it against its file's size, and the index against the headers. A checkpoint without
+    files raises a FileNotFoundError here, a broken one a ValueError that names the file, before any tensor is read.
     """
 
     def __init__(self, path: Path, argument: str = "path") -> None:
@@ -96,14 +80,9 @@ class TensorFiles:
         return self.infos[name]
 
     def read(self, name: str, index: tuple[slice, ...] | None = None) -> torch.Tensor:
-        """Return a tensor on the CPU. It is a view of the mapped file: copy it to keep or change it.
+        """Return a tensor on the CPU, or only its part at an index: a view of the mapped file, to copy before a change.
 
-        Args:
-            name: of the tensor.
-            index: of a part; only the part is read. None: the whole tensor.
-
-        Raises:
-            ValueError: safetensors cannot read it; names file and tensor.
+        A ValueError names file and tensor if safetensors cannot read it.
         """
         info = self.infos[name]
         try:
@@ -152,11 +131,7 @@ def _check_inside(index: Path, name: str, file: Any) -> None:
 
 
 def read_headers(files: Iterable[Path]) -> dict[str, TensorInfo]:
-    """Return the tensors of safetensors files, by name.
-
-    Raises:
-        ValueError: a file is truncated or inconsistent, or a tensor is in two of them.
-    """
+    """Return the tensors of safetensors files, by name. A broken file, or a tensor in two of them, is a ValueError."""
     infos: dict[str, TensorInfo] = {}
     for file in files:
         for info in _read_header(file).values():
@@ -175,16 +150,15 @@ def require_inside(files: Iterable[str], directory: Path) -> None:
 
 
 def find_checkpoint(path: str | Path, revision: str | None = None, *, argument: str = "path") -> Path:
-    """Return the directory of a checkpoint, without network access.
+    """Return the directory of a checkpoint, without network access: a path, or a hub model in the local cache.
 
     Args:
-        path: of the directory, or the name of a hub model in the local cache.
+        path: of the directory, or the name of a hub model.
         revision: of the hub model; None: its main one.
         argument: the name of the path in messages.
 
     Raises:
-        TypeError: the path is neither a string nor a path.
-        ValueError: the path begins with ``~`` and a user that there is not.
+        TypeError, ValueError: as `expand_user`.
         FileNotFoundError: there is neither such a directory nor such a model.
     """
     directory = expand_user(path, argument)
@@ -208,9 +182,7 @@ def find_checkpoint(path: str | Path, revision: str | None = None, *, argument: 
 def expand_user(path: str | os.PathLike[Any], argument: str) -> Path:
     """Return the path with ``~`` replaced by the home directory.
 
-    Raises:
-        TypeError: the path is neither a string nor a path; names the argument.
-        ValueError: nobody knows the home directory; names the argument.
+    What is not a path is a TypeError, an unknown home a ValueError; both name the argument.
     """
     require_path(argument, path)
     try:
@@ -220,11 +192,7 @@ def expand_user(path: str | os.PathLike[Any], argument: str) -> Path:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Read a JSON object from a file.
-
-    Raises:
-        ValueError: the file holds something else; the message names it.
-    """
+    """Return the JSON object in a file; anything else in it is a ValueError that names the file."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:

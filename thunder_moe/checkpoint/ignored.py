@@ -23,9 +23,8 @@ _BESIDE = re.compile(r"(.+\.)(input_linear|output_linear)\.weight")
 def ignored_modules(plain: Iterable[tuple[str, Sequence[int]]], quantized: Collection[str] = ()) -> list[str]:
     """Return the paths for ``ignore`` of config.json and ``exclude_modules`` of hf_quant_config.json, sorted.
 
-    Args:
-        plain: (name, shape) of the tensors that are not 4-bit, by their names in the checkpoint.
-        quantized: paths of the 4-bit modules that are not experts.
+    They follow from (name, shape) of the `plain` tensors, which are not 4-bit, and from the paths of the `quantized`
+    modules that are not experts.
     """
     modules = set()
     for name, shape in plain:
@@ -48,9 +47,6 @@ def merge_conflicts(ignored: Collection[str], scales: Mapping[str, float | None]
     Args:
         ignored: paths of 16-bit modules.
         scales: path of each NVFP4 module that is not an expert -> its global scale; of each MXFP8 module -> None.
-
-    Returns:
-        A message for each group of such linears, "x.q_proj and x.k_proj have ...".
     """
     conflicts = []
     for names in READ_TOGETHER:

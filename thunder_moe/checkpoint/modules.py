@@ -97,11 +97,7 @@ class Module:
         return next(iter(self.fields.values()))
 
     def require(self, *fields: str) -> list[TensorInfo]:
-        """Return the tensors of these fields.
-
-        Raises:
-            ValueError: one is missing, or the module has other fields, which may change the weight.
-        """
+        """Return the tensors of these fields. One that is missing, or another one beside them, is a ValueError."""
         for name, info in self.fields.items():
             if name not in (*fields, "bias", *ACTIVATION_FIELDS, *CACHE_FIELDS):
                 raise info.error(f"is not understood: wanted {', '.join(fields)} alone to decode its module")
@@ -188,13 +184,10 @@ class ExpertBlock:
             raise info.error(f"belongs to down projections of shape {down}, gate and up want {wanted}")
 
     def layout(self, interleaved: bool) -> ExpertsLayout:
-        """Return the layout that this block is written in.
+        """Return the layout that this block is written in; `interleaved`: gate and up of the fused experts alternate.
 
         Fused experts are written per expert, which all engines read. Alternating rows stay fused, because no engine
         reads them per expert.
-
-        Args:
-            interleaved: the rows of the model's fused gate_up projection alternate.
         """
         if self.is_fused:
             alternates = interleaved and "gate_up" in self.projections

@@ -32,13 +32,7 @@ _READ_BYTES = 1 << 24
 
 @dataclass
 class PartialCheckpoint:
-    """A checkpoint that is being written.
-
-    Attributes:
-        destination: the path of the complete checkpoint.
-        directory: the working directory.
-        state: the progress: "job", "done", "shards", "errors".
-    """
+    """A checkpoint that is being written in a directory; `state` has its "job", "done", "shards" and "errors"."""
 
     destination: Path
     directory: Path
@@ -67,11 +61,7 @@ class PartialCheckpoint:
         shutil.rmtree(self.directory)
 
     def finish(self) -> None:
-        """Rename the complete checkpoint to its destination.
-
-        Raises:
-            FileExistsError: the destination exists by now.
-        """
+        """Rename the complete checkpoint to its destination, if this does not exist by now."""
         require_absent(self.destination, "destination")
         os.rename(self.checkpoint, self.destination)
         self.remove()
@@ -86,9 +76,7 @@ def partial_path(destination: Path) -> Path:
 def open_partial(destination: Path, job: dict[str, Any]) -> Iterator[PartialCheckpoint]:
     """Open the working directory, new or of an interrupted run; no other conversion can open it meanwhile.
 
-    Args:
-        destination: a path that does not exist.
-        job: description of the conversion, in JSON; an interrupted run resumes if its own and the version are equal.
+    An interrupted run resumes if its `job`, a description in JSON, and the version are equal.
 
     Raises:
         FileExistsError: another conversion has the directory open, or it holds another job.
@@ -164,8 +152,7 @@ def _checksum(file: Path) -> int:
 def _locked(directory: Path) -> Iterator[None]:
     """Create a directory if necessary, and hold its lock, which the system releases when the process ends.
 
-    Raises:
-        FileExistsError: another process or thread holds the lock, or the path is a link or a file.
+    A FileExistsError says that another process or thread holds it, or that the path is a link or a file.
     """
     if directory.is_symlink() or (directory.exists() and not directory.is_dir()):
         raise FileExistsError(

@@ -52,13 +52,11 @@ def quantize_experts(
 ) -> list[tuple[str, ExpertWeights, tuple[float, float]]]:
     """Quantize the experts of a layer on a device, to the codes and scales of `quantize_`.
 
-    In NVFP4 each expert has a global scale, which its gate and up share, as other readers assume.
+    In NVFP4 each expert has a global scale, which its gate and up share, as other readers assume. A ValueError names
+    file and tensor.
 
     Returns:
         (path, weights on the CPU, signal to quantization noise in decibels of gate and up, and of down), alone.
-
-    Raises:
-        ValueError: a tensor is missing, has the wrong dtype or shape, or cannot be quantized; names file and tensor.
     """
     experts = block.experts()
     first = ("gate_up",) if ("gate_up", None) in block.modules else ("gate", "up") if block.gated else ("up",)
@@ -111,9 +109,6 @@ def quantize_linears(
 
     Returns:
         (path, weight (1, N, K) on the CPU, signal to noise in decibels and None) of each.
-
-    Raises:
-        ValueError: a weight cannot be quantized; names file and tensor.
     """
     infos = [checkpoint.float_info(module) for module in modules.values()]
     weight = _rows(checkpoint, modules.values(), device)[None]

@@ -122,12 +122,7 @@ class Checkpoint:
     def read_experts(
         self, name: str, device: torch.device | str = "cpu", part: ExpertsPart = UNSHARDED
     ) -> ExpertWeights:
-        """Read the experts of one layer, by their path, or only a part of them.
-
-        Raises:
-            ValueError: a tensor is missing or has the wrong dtype or shape; names file and tensor. Or the ranks of
-                `part` cannot share the experts evenly.
-        """
+        """Read the experts of one layer, by their path, or only a part of them, as `decode_experts` does."""
         return decode_experts(self.files, self.blocks[name], self.interleaved, part).to(device)
 
     def is_4_bit(self, name: str) -> bool:
@@ -142,16 +137,7 @@ class Checkpoint:
     def read_dense_weight(
         self, name: str, device: torch.device | str = "cpu", part: tuple[int, int, int] | None = None
     ) -> PackedWeight:
-        """Return the packed weight (1, N, K) of a module that is not an expert, by its path.
-
-        Args:
-            name: its path.
-            device: of the result.
-            part: (dim, index, count): reads only one of `count` equal parts along dim 1 or 2.
-
-        Raises:
-            ValueError: as `read_experts`.
-        """
+        """Return the packed weight (1, N, K), or a part, of a module of `dense`, as `decode_dense` does."""
         return decode_dense(self.files, self.dense[name], device, part)
 
     def read_dense(
@@ -167,11 +153,7 @@ class Checkpoint:
         return self.files.read(name).to(device, copy=True)
 
     def float_info(self, module: Module) -> TensorInfo:
-        """Return the tensor of a 16-bit or FP8 weight, after a check of the fields and dtypes of its module.
-
-        Raises:
-            ValueError: names file and tensor.
-        """
+        """Return the tensor of a 16-bit or FP8 weight, after a check of the fields and dtypes of its module."""
         if module.is_fp8:
             return self._fp8_of(module).infos(module)[0]
         (info,) = module.require("weight")
@@ -179,11 +161,7 @@ class Checkpoint:
         return info
 
     def read_float(self, module: Module, device: torch.device | str = "cpu") -> torch.Tensor:
-        """Return a 16-bit weight in the file's dtype, or an FP8 one in float32; may be a view of the mapped file.
-
-        Raises:
-            ValueError: a tensor is missing, has the wrong dtype or shape, or NaN in FP8; names file and tensor.
-        """
+        """Return a 16-bit weight in the file's dtype, or an FP8 one in float32; may be a view of the mapped file."""
         if module.is_fp8:
             return self._fp8_of(module).read(self.files, module, device)
         return self.files.read(self.float_info(module).name).to(device)
@@ -194,11 +172,9 @@ class Checkpoint:
         return self._fp8
 
     def units(self, *, linears: bool = True, device: torch.device | str = "cpu") -> dict[str, Unit]:
-        """Return a function that reads each module and tensor, for a pass over the files with one layer in memory.
+        """Return functions that read each module and tensor, for a pass over the files with one layer in memory.
 
-        Args:
-            linears: True: packed dense modules stay packed. False: they become bfloat16.
-            device: where modules are dequantized.
+        Without `linears`, packed dense modules become bfloat16, on the device.
 
         Returns:
             name -> (one of its tensors, function that reads it): by path the ExpertWeights of each quantized block and

@@ -64,11 +64,7 @@ class ShardWriter:
         return name in self._names
 
     def add(self, name: str, tensor: torch.Tensor) -> None:
-        """Collect a copy of a tensor; write the shard first if it would become too large.
-
-        Raises:
-            ValueError: the name was added already.
-        """
+        """Collect a copy of a tensor of a new name; write the shard first if it would become too large."""
         if name in self._names:
             raise ValueError(f"tensors: got {name!r} twice")
         if self._pending and self._pending_bytes + tensor.nbytes > self.max_bytes:
@@ -130,7 +126,7 @@ def write_checkpoint(
     extra: dict[str, str] | None = None,
     companions: Path | None = None,
 ) -> Path:
-    """Write a checkpoint in ModelOpt's layout.
+    """Write a checkpoint in ModelOpt's layout, and return its directory.
 
     Args:
         path: a directory that does not exist yet.
@@ -141,9 +137,6 @@ def write_checkpoint(
         max_shard_size: of a file, in bytes or as "5GB".
         extra: text of further files by name.
         companions: directory of another checkpoint, whose files are copied, without weights and configs.
-
-    Returns:
-        The directory.
 
     Raises:
         FileExistsError: the path exists.
@@ -176,8 +169,7 @@ def encode(
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the (name, tensor) pairs of a file for a pair that `write_checkpoint` takes.
 
-    Raises:
-        ValueError: a packed weight has NaN, which readers refuse; names the tensor.
+    NaN in a packed weight, which readers refuse, is a ValueError that names the tensor.
     """
     if isinstance(value, torch.Tensor):
         yield name, value
@@ -192,11 +184,9 @@ def encode(
 
 
 def write_configs(directory: Path, config: dict[str, Any]) -> None:
-    """Write config.json and hf_quant_config.json; warn of linears that engines merge and that differ.
+    """Write config.json, from the model's, and hf_quant_config.json beside the weights of a checkpoint.
 
-    Args:
-        directory: of the checkpoint, with its weights.
-        config: of the model.
+    Warn of linears that engines merge and that differ.
     """
     from thunder_moe import __version__
 
@@ -251,11 +241,7 @@ def write_text(path: Path, text: str) -> None:
 
 
 def parse_size(size: int | str) -> int:
-    """Return the bytes of a size such as 1000, "500MB" or "5GB".
-
-    Raises:
-        ValueError: it cannot be parsed, or is not positive.
-    """
+    """Return the bytes of a size such as 1000, "500MB" or "5GB"; raise a ValueError for any other."""
     text = str(size).strip().upper()
     unit = next((unit for unit in _UNITS if text.endswith(unit)), "")
     try:

@@ -175,8 +175,8 @@ def add_by_name_(
 ) -> None:  # fmt: skip
     """Add an adapter to the named linears, and make it the model's only active one. An error adds it to none of them.
 
-    Raises:
-        ValueError: a linear can get no adapter, or has one of that name; adapters are merged; an option is not valid.
+    A linear that can get no adapter or has one of that name, merged adapters and an option that is not valid are a
+    ValueError.
     """
     refuse_merged(lora_linears(model))
     linears: dict[str, Any] = {name: model.get_submodule(name) for name in specs}
@@ -278,11 +278,7 @@ def _remove_adapter(linear: Any, name: str) -> None:
 
 
 def scaling_of(rank: Any, alpha: Any, rslora: bool) -> float:
-    """Return the factor of an adapter.
-
-    Raises:
-        ValueError: the rank or alpha is not valid.
-    """
+    """Return the factor of an adapter; raise a ValueError for a rank or alpha that is not valid."""
     if not isinstance(rank, int) or isinstance(rank, bool) or rank < 1:
         raise ValueError(f"rank: got {rank!r}, wanted a positive integer")
     if not isinstance(alpha, int | float) or isinstance(alpha, bool) or not math.isfinite(alpha) or alpha == 0:
@@ -375,11 +371,8 @@ def stored_adapters(model: nn.Module) -> dict[str, Tensor]:
 def restore_adapters_(model: nn.Module, stored: Mapping[str, Tensor]) -> None:
     """Add the adapters of `stored_adapters` to the linears of the same names, and freeze all other parameters.
 
-    An adapter is active again if it was active when it was stored.
-
-    Raises:
-        ValueError: a linear is missing or cannot get an adapter; a tensor lacks its record, has another shape, or is
-            missing.
+    An adapter is active again if it was active when it was stored. A linear that is missing or cannot get an adapter,
+    and a tensor that is missing, has another shape or lacks its record, are a ValueError.
     """
     remaining, modules = dict(stored), dict(model.named_modules(remove_duplicate=False))
     for key in [key for key in stored if key.endswith(".lora_specs")]:
@@ -422,11 +415,7 @@ def restore_base_class(linear: Any) -> None:
 
 
 def require_lora(model: nn.Module) -> dict[str, Any]:
-    """Return `lora_linears(model)`.
-
-    Raises:
-        ValueError: the model has no adapters.
-    """
+    """Return `lora_linears(model)`; raise a ValueError if the model has no adapters."""
     require_module(model)
     linears = lora_linears(model)
     if not linears:

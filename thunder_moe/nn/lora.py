@@ -64,15 +64,8 @@ class LoRASpec:
 def read_record(state_dict: Mapping[str, Tensor], prefix: str) -> tuple[dict[str, LoRASpec], tuple[str, ...]] | None:
     """Return the specs in the `LoRALinear.lora_record` of a linear, and the names of the active adapters.
 
-    Args:
-        state_dict: has the record as "lora_specs", beside the adapters.
-        prefix: of the linear.
-
-    Returns:
-        None if the state dict has no record of the linear, or no data of it.
-
-    Raises:
-        ValueError: the record does not have five valid numbers for each adapter.
+    The state dict has the record as "lora_specs" below the prefix, beside the adapters. None if it has no record, or no
+    data of it; a record without five valid numbers for each adapter is a ValueError.
     """
     record, start = state_dict.get(f"{prefix}lora_specs"), f"{prefix}lora_A."
     if record is None or record.is_meta:
@@ -204,12 +197,9 @@ class LoRALinear(nn.Module):
         return None
 
     def plus_lora(self, y: Tensor, x: Tensor, offsets: Tensor | None = None) -> Tensor:
-        """Add the active adapters' result for x (..., K) to y (..., N), in y's dtype.
+        """Add the active adapters' result for an input x (..., K) to the linear's result y (..., N), in y's dtype.
 
-        Args:
-            y: the linear's result.
-            x: its input.
-            offsets: the row ends of the experts; None for a dense linear.
+        The offsets are the row ends of the experts; None for a dense linear.
         """
         if offsets is None and self.lora_active and not torch.compiler.is_compiling():
             refuse("LoRA adapters of a dense layer", "merge them: merge_lora_(model)")

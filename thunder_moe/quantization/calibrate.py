@@ -200,10 +200,10 @@ def _chain(model: nn.Module, layers: list[str], device: torch.device | None) -> 
 
 
 def _check(model: nn.Module, chosen: Targets, batch: Any, chain: LayerChain | None) -> bool:
-    """Raises the errors of `calibrate_` for the weights, by a pass of the first batch that only counts rows.
+    """Raise the errors of `calibrate_` for the weights, by a pass of the first batch that only counts rows.
 
-    Returns:
-        True if the layers of the chain run one after the other."""
+    Returns True if the layers of the chain run one after the other.
+    """
     owners: dict[nn.Parameter, str] = {}
     for module, (name, family, _) in chosen.items():
         for parameter, _ in family.weights(module):
@@ -292,9 +292,7 @@ def _run(
 class _Weight:
     """A weight to calibrate, a view (E, N, K) of its parameter: its memory, the rows of each expert and their X^T X.
 
-    Attributes:
-        rows: of each expert, without rows of zeros.
-        hessian: float32 (E, K, K), or None: rows are only counted.
+    Rows of zeros do not count. The Hessian is float32 (E, K, K), or None: rows are only counted.
     """
 
     def __init__(self, name: str, view: Tensor, with_hessian: bool) -> None:
@@ -388,8 +386,7 @@ def _pack(
 ) -> PackedWeight:
     """Return the calibrated weight of one of `weights`, or of linears stacked with the only one.
 
-    Adds its error to `found`, and the weight to `made`.
-    """
+    Its error is added to `found`, and the weight to `made`."""
     own = next((each for each in weights if each.view.data_ptr() == weight.data_ptr()), weights[0])
     assert len(weights) == 1 or own.view.data_ptr() == weight.data_ptr()
     quantize = partial(FORMATS[format].quantize, weight, scale_search=scale_search if format == NVFP4.name else None)

@@ -175,11 +175,7 @@ def choose_or_skip(
 
 
 def report_skipped(model: nn.Module, chosen: Targets, skipped: Skipped, bits: str, required: bool = True) -> None:
-    """Logs the modules that are not replaced.
-
-    Raises:
-        ValueError: nothing is chosen, and `required` is True.
-    """
+    """Log the modules that are not replaced; a ValueError if nothing is chosen and `required` is True."""
     reasons = [f"{name or 'the model'} ({type(module).__name__}): {why}" for module, (name, why) in skipped.items()]
     if not chosen and required:
         raise ValueError(f"model: nothing in {type(model).__name__} can be replaced; {'; '.join(reasons)}")
@@ -257,11 +253,10 @@ def _problem_of(parameter: Tensor, weight: Tensor, loaded: bool, format: BlockFo
 
 
 def non_finite_problem(weight: Tensor, *, all_experts: bool = True) -> str | None:
-    """Returns which experts of a weight have NaN or Inf, in words that follow its name; None if all values are finite.
+    """Return which experts of a weight have NaN or Inf, in words that follow its name; None if all values are finite.
 
-    Args:
-        weight: (E, N, K) of experts, or (N, K), (1, N, K) of a dense layer.
-        all_experts: True if the weight has all experts of its block, so that its indices are their numbers.
+    The weight is (E, N, K) of experts, or (N, K), (1, N, K) of a dense layer; its indices are the numbers of the
+    experts if it has `all_experts` of its block.
     """
     if bool(torch.isfinite(torch.stack([weight.amin(), weight.amax()])).all()):
         return None

@@ -45,8 +45,7 @@ _ROUTER_CLASS = re.compile(r"Router|Gate($|[A-Z])|Gating")
 class DenseLinears(ExpertFamily):
     """`nn.Linear`, to `NVFP4Linear`, or with others that read the same rows to parts of a `NVFP4LinearStack`.
 
-    Attributes:
-        skipped: the candidates of `choose` that stay 16-bit -> their qualified name and the reason.
+    The candidates of `choose` that stay 16-bit are in `skipped`, with their qualified name and the reason.
     """
 
     description = "nn.Linear"
@@ -72,8 +71,7 @@ class DenseLinears(ExpertFamily):
             model: the model that `quantize_` is called with.
             linears: as in `quantize_`, with patterns as a function.
             declined: returns why the options `filter` and `ignore` leave a module of this name in 16 bits, or None.
-            device_of: returns the device that the weight of a linear will be on, for a model that is still to be
-                loaded. Nothing is logged then. None: the weight's device.
+            device_of: as in `choose_modules`; nothing is logged then.
             format_of: returns the format of a module of this name, None for 16 bits.
         """
         self._device_of = device_of or self._device_of

@@ -47,9 +47,8 @@ class Quantization:
 def weight_key(*weights: Tensor, order: str = "") -> tuple[Any, ...]:
     """Return the key in a memo for the conversion of living weights; all families use it.
 
-    Args:
-        weights: parameters, or the qdata of a 4-bit weight.
-        order: of the weight's dimensions in memory; "" is (E, N, K). Only modules of one order stay tied.
+    The weights are parameters, or the qdata of a 4-bit weight. The order is of their dimensions in memory; "" is (E, N,
+    K). Only modules of one order stay tied.
     """
     return (*map(id, weights), order)
 
@@ -58,9 +57,7 @@ class ExpertFamily:
     """A kind of expert modules, with their conversion to 4 bits and back to 16.
 
     Families are asked in the order of `FAMILIES` and of registration; the first one that matches converts the module.
-
-    Attributes:
-        description: of its modules, for the error when a model has none.
+    The description is of its modules, for the error when a model has none.
     """
 
     description: str
@@ -140,12 +137,7 @@ _MODULES: dict[str, tuple[str, ...]] = {
 
 
 def register(module: str, *, packages: tuple[str, ...] = ()) -> None:
-    """Registers the families that a module lists as `FAMILIES`. Calling it again changes nothing.
-
-    Args:
-        module: its name; it is imported when the first such model is quantized.
-        packages: the module is imported only for models with a class of one of these packages; for all when empty.
-    """
+    """Register the families that a module lists as `FAMILIES`, by its name, for models with a class of `packages`."""
     _MODULES[module] = packages
 
 

@@ -30,12 +30,7 @@ __all__ = ["KeptLayers", "keep_layers"]
 
 @dataclass
 class KeptLayers:
-    """The finished layers of a model.
-
-    Attributes:
-        partial: their directory; None: nothing is kept.
-        layers: of each finished layer a description of its weights, in JSON.
-    """
+    """The finished layers of a model: their directory, if any, and a description of the weights of each, in JSON."""
 
     partial: PartialCheckpoint | None = None
     layers: list[Any] = dataclasses.field(default_factory=list)
@@ -73,16 +68,8 @@ def keep_layers(
 ) -> Iterator[KeptLayers]:
     """Open the directory of the finished layers, new or of an interrupted call; nothing is kept without a destination.
 
-    Args:
-        destination: where the model will be saved.
-        model: before anything is changed; its tensors have to be the same to resume.
-        batches: their tensors and other values, likewise.
-        options: name -> value in JSON, likewise.
-
-    Raises:
-        FileExistsError: the destination exists, another call writes it, or the directory was begun with other
-            arguments (says which).
-        ValueError: a file of the directory is damaged.
+    To resume, the tensors of the model (before anything is changed), the batches and the options, name -> value in
+    JSON, have to be the same. Errors are those of `open_partial`.
     """
     if destination is None:
         yield KeptLayers()

@@ -44,13 +44,7 @@ def numbered_layers(names: Collection[str]) -> dict[str, str]:
 class LayerChain:
     """The members of a module list that a model calls in their order, each with the result of the one before.
 
-    Args:
-        model: holds the list.
-        holder: the name of the list.
-        device: where a layer runs, while `on_device` is open; None: nothing is moved.
-
-    Attributes:
-        moved: is called when modules have been moved.
+    With a device, a layer runs there while `on_device` is open. `moved` is called when modules have been moved.
     """
 
     def __init__(self, model: nn.Module, holder: str, device: torch.device | None) -> None:
@@ -144,9 +138,7 @@ class LayerChain:
     def holds(self, check: Callable[[], Any], run: Callable[[str], Any]) -> bool:
         """True if the layers run one after the other, and `replay` gives what the whole model gives.
 
-        Args:
-            check: runs the model on the first batch, once.
-            run: likewise, up to the layer of a name; once for each.
+        `check` runs the model on the first batch, once; `run` likewise, up to the layer of a name, once for each.
         """
         record = _Record()
         with ExitStack() as stack:

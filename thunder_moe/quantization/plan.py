@@ -178,11 +178,7 @@ class QuantizationPlan(Generic[Model]):
 
 @contextmanager
 def exclusive(model: nn.Module) -> Iterator[None]:
-    """Lets one thread at a time convert a model.
-
-    Raises:
-        ValueError: another thread is converting the model, or a module of it.
-    """
+    """Let one thread at a time convert a model, or a module of it; it is a ValueError in another thread."""
     require_module(model)
     with _BUSY_LOCK:
         threads = {_BUSY.get(module) for module in model.modules()} - {None, current_thread()}
@@ -201,9 +197,7 @@ def exclusive(model: nn.Module) -> Iterator[None]:
 def swap(
     model: nn.Module, chosen: Targets, replace: Callable[[nn.Module, ExpertFamily], nn.Module], label: str
 ) -> None:
-    """Puts `replace(module, family)` into every parent of each module, and frees the old module at once.
-
-    Big models show a progress bar."""
+    """Put `replace(module, family)` into every parent of each module, and free the old module at once."""
     places = defaultdict(list)
     for parent in model.modules():
         for name, child in parent._modules.items():  # named_children gives a child of two names once
@@ -231,11 +225,7 @@ def replace_module(
     replace: Callable[[nn.Module, ExpertFamily], nn.Module],
     label: str,
 ) -> nn.Module:
-    """Put `replace(module, family)` into each of the parents, by the module's name in it, and log its sizes.
-
-    Returns:
-        The new module.
-    """
+    """Put `replace(module, family)` into each of the parents, by the module's name there, log its sizes, return it."""
     where, family, _ = target
     before, kind = sum(tensor.nbytes for tensor in _tensors(module)), type(module).__name__
     new = replace(module, family)

@@ -177,10 +177,7 @@ def _check(
 def _copy_of(unit: nn.Module, families: list[ExpertFamily], of_packed: bool) -> tuple[nn.Module, dict[str, str]]:
     """Return a parent with a copy of a part of the model, "unit", and the formats of its quantized modules by name.
 
-    Args:
-        unit: the part.
-        families: of quantized modules.
-        of_packed: True to have the packed weights alone on "meta", since they are replaced; False: all tensors.
+    All tensors are on "meta"; `of_packed`: the packed weights alone, since they are replaced.
     """
     memo: dict[int, Any] = {}  # what deepcopy takes for copies
     if not any(map(has_hook, unit.modules())):  # of accelerate, to which "meta" stands for offloaded weights

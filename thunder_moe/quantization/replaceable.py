@@ -146,7 +146,7 @@ def has_own_forward(module: nn.Module) -> bool:
 
 
 def copy_hook(module: nn.Module, other: nn.Module) -> None:
-    """Copies accelerate's hook of another module, if it has one, to a module."""
+    """Copy accelerate's hook of another module, if it has one, to a module."""
     if has_hook(other):
         from accelerate.hooks import add_hook_to_module
 

@@ -34,11 +34,7 @@ class FP8:
     alone: bool
 
     def infos(self, module: Module) -> tuple[TensorInfo, TensorInfo]:
-        """Return the weight and its scale, after a check of their dtypes and shapes.
-
-        Raises:
-            ValueError: a tensor is missing or does not fit the other; names file and tensor.
-        """
+        """Return the weight and its scale, after a check of their dtypes and shapes."""
         field = next((field for field in FP8_SCALE_FIELDS if field in module.fields), "weight_scale")
         weight, scale = module.require("weight", field)
         weight.require(("F8_E4M3",), None)
@@ -52,8 +48,7 @@ class FP8:
     def read(self, files: TensorFiles, module: Module, device: torch.device | str) -> torch.Tensor:
         """Return the decoded weight, float32, in the shape that the file has.
 
-        Raises:
-            ValueError: as `infos`, or a value that is NaN, or a scale that is not finite and positive.
+        NaN, or a scale that is not finite and positive, is a ValueError.
         """
         weight_info, scale_info = self.infos(module)
         weight, scale = files.read(weight_info.name), files.read(scale_info.name).float()
@@ -90,10 +85,7 @@ def find_fp8(quantization: dict[str, Any]) -> FP8 | None:
     """Return the scaling of a checkpoint's FP8 weights; None if its config does not have FP8.
 
     Knows DeepSeek's "fp8" (a scale per block of 128 x 128, or per tensor), compressed-tensors' FP8 (a scale per tensor,
-    row or block), and ModelOpt's (a scale per tensor).
-
-    Raises:
-        ValueError: an FP8 of another kind.
+    row or block), and ModelOpt's (a scale per tensor). FP8 of another kind is a ValueError.
     """
     method = quantization.get("quant_method")
     if method == "fp8":

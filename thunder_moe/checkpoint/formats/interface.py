@@ -56,12 +56,8 @@ class CheckpointFormat(ABC):
     def infos(self, module: Module, rank: int) -> list[TensorInfo]:
         """Return the tensors of a weight, the codes first, after a check of their dtypes and shapes.
 
-        Args:
-            module: of this format.
-            rank: 2 for the weight of one module, 3 for the weight of all experts.
-
-        Raises:
-            ValueError: a tensor is missing or does not fit the others; names file and tensor.
+        The `rank` is 2 for the weight of one module, 3 for the weight of all experts. A ValueError names file and
+        tensor.
         """
         weight, scale, *global_scale = infos = module.require(*self._fields(module))
         for info, dtypes in zip(infos, self.dtypes, strict=True):
@@ -90,11 +86,9 @@ class CheckpointFormat(ABC):
     def sliced(
         self, files: TensorFiles, infos: list[TensorInfo], experts: slice | None, rows: list[slice], columns: slice
     ) -> Read:
-        """Return a function that reads tensors by name, of a weight's codes and block scales only slices.
+        """Return a function that reads tensors by name, of the codes and block scales of `infos` only slices.
 
         Args:
-            files: the files.
-            infos: of the weight.
             experts: the slice of the experts, for a weight of all experts; None for the weight of one module.
             rows: slices of its output features, to concatenate.
             columns: slice of its input features; whole blocks.
@@ -121,10 +115,7 @@ class CheckpointFormat(ABC):
         The codes are uint8 (N, K // 2), or for all experts (E, N, K // 2) or (E, K // 2, N); the scales have an eighth
         of that along K. The decode scale is (), or for all experts (), (E,) or (E, N), or any shape of as many numbers.
         In MXFP8 the codes are uint8 (N, K), or (E, N, K) or (E, K, N), the scales have a 32nd of that along K, and the
-        decode scale is None.
-
-        Raises:
-            ValueError: a value that the format does not allow; names file and tensor.
+        decode scale is None. A value that the format does not allow is a ValueError.
         """
         codes, scale, *others = (read(info.name) for info in infos)
         global_scale = self.decode_scale(others[0].float()) if others else None
@@ -148,9 +139,7 @@ class CheckpointFormat(ABC):
 def wrong_values(tensor: torch.Tensor, is_scale: bool) -> str | None:
     """Return why no reader accepts the values of a tensor of a packed or FP8 weight; None if all do.
 
-    Args:
-        tensor: codes, block scales (E8M0 also as uint8), or a scale in float32.
-        is_scale: False for codes.
+    The tensor has codes, or if `is_scale` block scales (E8M0 also as uint8) or scales in float32.
     """
     if tensor.itemsize > 1:
         good = bool((torch.isfinite(tensor) & (tensor > 0)).all())
@@ -184,11 +173,7 @@ def check_group_size(size: Any, wanted: int = BLOCK_SIZE) -> None:
 
 
 def subdict(config: dict[str, Any], key: str) -> dict[str, Any]:
-    """Return a dictionary in a config; empty if the key is missing or None.
-
-    Raises:
-        ValueError: it is something else.
-    """
+    """Return a dictionary in a config; empty if the key is missing or None. Anything else is a ValueError."""
     value = config.get(key)
     if not (value is None or isinstance(value, dict)):
         raise ValueError(f"{key}: got {value!r}, wanted a JSON object")

@@ -101,8 +101,7 @@ class ModelOpt(CheckpointFormat):
     def encode_dense(self, path: str, weight: PackedWeight) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the tensors of a dense layer's weight (1, N, K) by ModelOpt's names; reading restores the same bits.
 
-        Raises:
-            ValueError: its rows have several global scales.
+        Rows with several global scales are a ValueError.
         """
         weight = weight.to_layout("linear")
         if not isinstance(weight, NVFP4Weight):
@@ -118,12 +117,7 @@ class ModelOpt(CheckpointFormat):
         yield f"{path}.weight_scale_2", global_scale[0]
 
     def check_values(self, name: str, tensor: torch.Tensor) -> None:
-        """Check that readers accept the values of a tensor of `encode` or `encode_dense`.
-
-        Raises:
-            ValueError: the tensor has NaN, or is a negative or too large block scale, or a global scale that is not
-                positive.
-        """
+        """Raise a ValueError if readers do not accept the values of a tensor of `encode` or `encode_dense`."""
         is_scale = name.endswith(("weight_scale", "weight_scale_2"))
         if not is_scale and tensor.itemsize > 1:  # a bias
             return
@@ -135,12 +129,10 @@ class ModelOpt(CheckpointFormat):
     def configs(
         self, ignore: list[str], producer: dict[str, str], formats: Mapping[str, BlockFormat]
     ) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Return (quantization_config of config.json, hf_quant_config.json).
+        """Return (quantization_config of config.json, hf_quant_config.json) for a producer, its name and version.
 
-        Args:
-            ignore: the modules with a 16-bit weight.
-            producer: name and version of the writing package.
-            formats: path of each block of experts and each dense layer that is quantized -> its number format.
+        They list the modules to `ignore`, which are 16-bit, and the formats of the quantized blocks of experts and
+        dense layers, by path.
         """
         kinds = [form for form in (NVFP4, MXFP8) if form in formats.values()] or [NVFP4]
         own: dict[str, Any] = {"quant_algo": _algo(kinds[0])}

@@ -35,13 +35,9 @@ def find_quantization(config: dict[str, Any]) -> dict[str, Any] | None:
 
 
 def check_quantization(quantization: dict[str, Any]) -> str:
-    """Return the method that made a checkpoint's packed weights, a key of `FORMATS`.
+    """Return the method that made a checkpoint's packed weights, a key of `FORMATS`, from its quantization_config.
 
-    Args:
-        quantization: its quantization_config.
-
-    Raises:
-        ValueError: the method, algorithm, format or block size is not one that this package reads.
+    A method, algorithm, format or block size that this package does not read is a ValueError.
     """
     method = MXFP8_MODULES.method if MXFP8_MODULES.is_named(quantization) else quantization.get("quant_method")
     if not isinstance(method, str) or method not in FORMATS:

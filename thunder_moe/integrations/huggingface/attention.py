@@ -55,11 +55,8 @@ def grouped_sdpa_attention(
 
     Args:
         module: the attention layer.
-        query: (B, Hq, Q, D).
-        key: (B, Hkv, L, D).
-        value: (B, Hkv, L, Dv).
+        query: (B, Hq, Q, D); key (B, Hkv, L, D), value (B, Hkv, L, Dv).
         attention_mask: (B or 1, 1 or Hq, Q or 1, L), bool (True: attend) or added to the logits; None for none.
-        dropout: probability.
         scaling: of the logits; None for D ** -0.5.
         is_causal: where there is no mask; None for the layer's own.
         **kwargs: what else "sdpa" takes.
@@ -106,7 +103,7 @@ def grouped_sdpa_attention(
 
 
 def grouped_sdpa_mask(**given: Any) -> Tensor | None:
-    """Make the mask that transformers' `sdpa_mask` makes, or None where attention's causal form needs none.
+    """Make the mask that transformers' `sdpa_mask` makes of the same arguments, or None where none is needed.
 
     A prompt needs none if each text begins with the first token, no token is cached, and all of it is in one window or
     chunk. Causality hides padding on the right from the text. `sdpa_mask` makes a mask for such padding, in compiled
@@ -117,11 +114,8 @@ def grouped_sdpa_mask(**given: Any) -> Tensor | None:
     numbers that are added to the logits, 0 and -inf. SDPA would convert a bool mask to them in every layer: 1.2 us of a
     layer of a compiled decode step on an H200, and launches of an eager one.
 
-    Args:
-        **given: the arguments of `sdpa_mask`.
-
     Returns:
-        (B, 1, Q, L), bool (True: attend) or 16-bit numbers to add; or None where none is needed.
+        (B, 1, Q, L), bool (True: attend) or 16-bit numbers to add; or None.
     """
     if given["q_length"] > 1:
         starts = _starts_of(given)

@@ -30,17 +30,12 @@ _ONE_EXPERT = re.compile(rf"(.+)\.\d+\.({'|'.join(PROJECTIONS)})\.weight")
 
 
 def expert_source(model: PreTrainedModel, name: str, form: ExpertsForm) -> tuple[str, ExpertsLayout]:
-    """Return (path, layout) of a block of experts in the checkpoints of a model's architecture.
+    """Return (path, layout) of a block of experts, by its name, in the checkpoints of a model's architecture.
 
     They follow from what transformers makes of one tiny expert. Fused experts are at the path that their tensors have
     in common, or at "experts" below it (Granite, Step3p7), where engines look for the tensors of one expert.
     transformers cannot tell the names of a block that are mixed with other blocks' (ERNIE 4.5 VL): its path is the
-    model's own.
-
-    Args:
-        model: with 16-bit or 4-bit experts, on any device.
-        name: of the block in the model.
-        form: of its experts.
+    model's own. The model may have 16-bit or 4-bit experts, on any device.
     """
     layout = ExpertsLayout(fused=form.interleaved, interleaved=form.interleaved)
     first, rows = ("gate_up_proj", 2) if form.gated else ("up_proj", 1)
@@ -87,10 +82,8 @@ def linear_source(model: PreTrainedModel, name: str) -> str:
 class ModelNames:
     """Find what a name in a checkpoint means in a model, by transformers' own renaming of weights.
 
-    Args:
-        model: a transformers model.
-        names: of its tensors, its state dict if None. A value of None keeps the base model's prefix from being added or
-            removed.
+    The `names` are the names of its tensors, its state dict if None. A value of None keeps the base model's prefix from
+    being added or removed.
 
     Attributes:
         blocks: the experts modules of the model, by name.
@@ -107,11 +100,7 @@ class ModelNames:
         self._model = model
 
     def experts(self, source: str) -> str | None:
-        """Return the name of a block of experts; None if the model has none.
-
-        Raises:
-            ValueError: it has one, of a kind that is not known here.
-        """
+        """Return the name of a block of experts; None if the model has none, a ValueError if its kind is unknown."""
         suffixes = ("gate_up_proj", "up_proj", "0.up_proj.weight", "0.w3.weight")
         keys = [self.parameter(f"{source}.{suffix}")[0] for suffix in suffixes]
         for key in keys:
@@ -127,11 +116,7 @@ class ModelNames:
         return None
 
     def dense(self, source: str) -> str | None:
-        """Return the name of another module than experts; None if the model lacks it.
-
-        Raises:
-            ValueError: the model has its weight merged with others.
-        """
+        """Return the name of another module than experts; None if the model lacks it, a ValueError if it is merged."""
         renamed, converted = self.parameter(f"{source}.weight")
         if renamed not in self._names:
             return None

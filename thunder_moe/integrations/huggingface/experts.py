@@ -243,17 +243,9 @@ def quantized_experts(
     pack: Callable[[Tensor], PackedWeight] = quantize,
     layout: str = "linear",
 ) -> NVFP4Experts:
-    """Quantize an experts module with 16-bit (or float32) weights; `memo` keeps tied weights tied.
+    """Quantize one of `expert_blocks`, in 16 bits or float32; the `memo` of a model keeps tied weights tied.
 
-    Args:
-        experts: one of `expert_blocks`.
-        memo: of all calls for a model.
-        pack: quantizes (E, N, K).
-        layout: as in `quantize_`.
-
-    Raises:
-        TypeError: as `NVFP4Experts.from_weights`.
-        ValueError: as `nvfp4.quantize`.
+    The weights (E, N, K) are quantized by `pack`. Errors are those of `NVFP4Experts.from_weights` and `nvfp4.quantize`.
     """
     form = require_form(experts)
     first, second, *biases = stored_weights(experts, form).values()
@@ -328,8 +320,7 @@ def _order(form: ExpertsForm, first: bool) -> str:
 def _weight_of(linear: Any) -> PackedWeight:
     """Return the weight of a projection, which the operators read without a call of the module.
 
-    Raises:
-        ValueError: the module has something that would have to run.
+    A module with something that would have to run is a ValueError.
     """
     classes = NVFP4GroupedLinear, NVFP4LoRAGroupedLinear
     # A hook of accelerate's would only move tensors to where the experts module's own has moved them.

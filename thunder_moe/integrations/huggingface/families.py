@@ -125,10 +125,7 @@ def put_experts(parent: nn.Module, name: str, experts: nn.Module) -> None:
     """Make an experts module (`NVFP4Experts`, or the 16-bit one again) a child of the layer that calls it.
 
     The same as ``setattr(parent, name, experts)``, but for Llama 4: its layer runs all experts on all tokens, and is
-    made to route here.
-
-    Raises:
-        TypeError: the experts are Llama 4's, and the layer is not.
+    made to route here. Another parent of such experts is a TypeError.
     """
     family = next((each for each in FAMILIES if each.match(experts) or each.match_quantized(experts)), ExpertFamily())
     family.put(parent, name, experts)

@@ -64,11 +64,9 @@ class GateKind:
     """Describe what a gate computes of (..., 2I): a `SwiGLUConfig`, by attributes of the experts module.
 
     Attributes:
-        alpha: the value, or the attribute that has it; None for the one of ``act_fn``, if this is an activation that
-            `alpha_of` knows.
+        alpha: the value, or the attribute that has it; None for the one of ``act_fn``, if `alpha_of` knows that.
         limit: the attribute that has it; None without a limit.
-        clamps_output: the limit is one of the activated gate, so that the gate is a `SwiGLUConfig` only if it is
-            infinite.
+        clamps_output: the limit is one of the activated gate, which is a `SwiGLUConfig` only if it is infinite.
         up_shift: as in `SwiGLUConfig`.
         interleaved: gate and up are the even and odd features, not the halves.
     """
@@ -247,10 +245,7 @@ def apply_gate(module: Any, own_class: type, gate_up: Tensor, interleaved: bool)
 def fused_gate(module: Any, own_class: type, interleaved: bool) -> SwiGLUConfig | None:
     """Return the form of the gate that `apply_gate` runs, by `GATES`; None for one that is not there.
 
-    Args:
-        module: experts of 16 or 4 bits.
-        own_class: the class of its 16-bit form.
-        interleaved: the 16-bit rows of gate and up take turns.
+    The module may be of 16 or 4 bits; the class is of its 16-bit form. Interleaved: its rows of gate and up take turns.
     """
     function = getattr(own_class, "_apply_gate", getattr(own_class, "forward", None))
     kind = GATES.get(origin(function) or ("", ""))

@@ -155,10 +155,8 @@ class _State:
     """The tensors of a decode step, at fixed addresses, and what runs it.
 
     Attributes:
-        cache: holds L tokens; its layers share `filled`.
-        filled: int64 (), the tokens that it holds.
-        token: (B, 1), the tokens that the next step reads.
-        position: (B, 1), their positions.
+        cache: holds L tokens; its layers share `filled`, int64 (), the tokens that it holds.
+        token, position: (B, 1), the tokens that the next step reads, and their positions.
         mask: (B, L), ones but for padding; None without padding.
         seen: (B, V), the tokens of each text, for a repetition penalty.
         length: (1,), the tokens of the longest text.

@@ -95,12 +95,7 @@ def restore_layer(layer: nn.Module) -> None:
 
 
 def copy_llama4_moe(module: nn.Module, moe_class: type[Moe]) -> Moe:
-    """Do what `Llama4MoE.from_transformers` documents.
-
-    Args:
-        module: a `Llama4TextMoe`.
-        moe_class: `Llama4MoE` or a subclass.
-    """
+    """Do what `Llama4MoE.from_transformers` documents, for `Llama4MoE` or a subclass."""
     if type(module) is not Llama4TextMoe:
         raise TypeError(f"module: got {type(module).__name__}, wanted transformers' Llama4TextMoe")
     for name, part in (("module", module), *((f"module.{name}", part) for name, part in module.named_children())):

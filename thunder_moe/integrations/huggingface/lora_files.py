@@ -177,8 +177,7 @@ def set_adapter_(
 ) -> None:
     """Add adapters by the path of their linear, or fill the existing ones.
 
-    Raises:
-        ValueError: shapes differ, adapters are merged, or other linears have an adapter of that name, which would stay.
+    Other shapes, merged adapters, and an adapter of that name in other linears, which would stay, are a ValueError.
     """
     present = lora_linears(model)
     refuse_merged(present)
@@ -221,8 +220,7 @@ def read_adapter(
 ) -> tuple[dict[str, Adapter], dict[str, Tensor], dict[str, Any]]:
     """Return the adapters of a directory's files by the path of their linear, the other tensors, and the configuration.
 
-    Raises:
-        ValueError: as `load_lora_`, but for other tensors, and for none of 4-bit linears (`no_adapter`).
+    Errors are those of `load_lora_`, but for other tensors, and for none of 4-bit linears (`no_adapter`).
     """
     require_module(model)
     refuse_part(model, "whose layers are whole, as an adapter's files are: add_lora_(model, ...) adds one for training")
@@ -413,8 +411,7 @@ def _decode_per_expert(
 def adapters(model: nn.Module, adapter: str) -> list[tuple[Target, Adapter]]:
     """Return the linears that have an adapter of that name.
 
-    Raises:
-        ValueError: adapters are merged, or the model is a process's part of a whole one.
+    Merged adapters, and a model that is a process's part of a whole one, are a ValueError.
     """
     refuse_part(model, "whose adapters are whole: each process has the adapters of its part, in its state dict")
     found = []

@@ -102,13 +102,10 @@ def place_of(name: str, blocks: Mapping[str, list[Target]]) -> tuple[str | None,
 
 
 def refuse_left_out(model: Any, configs: Mapping[str, Any]) -> None:
-    """Raise an error where stock PEFT has left out 4-bit layers that its configuration means.
+    """Raise a ValueError where stock PEFT has left out 4-bit layers that its configuration means.
 
     These are experts among its target_parameters, and dense layers where it has adapted each 16-bit one, as for
     "all-linear". PEFT's layers are taken out of the model again; its parameters stay frozen.
-
-    Raises:
-        ValueError: names a layer, and `thunder_moe.get_peft_model`.
     """
     wrapped = {name: module for name, module in model.named_modules() if hasattr(module, "base_layer")}
     if not wrapped or lora_linears(model) or all(hasattr(each, "left_out_on_purpose") for each in configs.values()):

@@ -23,12 +23,8 @@ _LOGGER = logging.getLogger("thunder_moe")
 class TunerWithExperts(LoraModel):
     """A LoraModel that does to the adapters of 4-bit layers what it does to PEFT's.
 
-    Args:
-        tuner: a LoraModel, whose state it takes over: PEFT has made it, and knows no other class for it.
-
-    Attributes:
-        experts_disabled: whether `disable_adapter_layers` holds.
-        of_experts: the names of adapters that 4-bit layers have got.
+    It takes over the state of a LoraModel: PEFT has made it, and knows no other class for it. It knows whether adapters
+    are disabled, and the names of those that 4-bit layers have got.
     """
 
     def __init__(self, tuner: LoraModel) -> None:

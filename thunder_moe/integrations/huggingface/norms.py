@@ -33,12 +33,9 @@ Model = TypeVar("Model", bound=nn.Module)
 
 @dataclass(frozen=True)
 class NormCall:
-    """Compute what a norm does by torch's rms_norm.
+    """Compute what a norm does by torch's rms_norm, while its numbers and strings are the `settings`.
 
-    Attributes:
-        epsilon: added to the mean of the squares.
-        rounds_first: as in `NormKind`.
-        settings: numbers and strings in the module when `epsilon` was read from them.
+    If `rounds_first`, the product with the weight is one of 16 bits, behind a rounding; else there is one rounding.
     """
 
     epsilon: float

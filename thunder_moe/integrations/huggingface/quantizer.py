@@ -73,8 +73,7 @@ _NOT_WEIGHTS = r"\.((input|input_global|k|v|weight_global)_scale|weight_scale(_i
 class NVFP4CheckpointQuantizer(PackedQuantizer):
     """Load the 4-bit weights of a checkpoint; see this file's pipeline.
 
-    Attributes:
-        layouts: path of each block of experts in the model -> its path and layout in the checkpoint.
+    `layouts` has the path of each block of experts in the model -> its path and layout in the checkpoint.
     """
 
     requires_calibration = True  # transformers' word for a quantizer that loads quantized checkpoints only

@@ -111,10 +111,7 @@ _traced_ids: Callable[[str], str] = _constant(_ids_in_graph)
 class RouterCall:
     """Compute what a router does by a linear layer and `moe_router`.
 
-    Attributes:
-        form: of the router.
-        kind: of its class.
-        settings: numbers and strings in the module when `form` was read from them.
+    The form was read from numbers and strings in the module, its `settings`; the kind is of its class.
     """
 
     form: RouterConfig

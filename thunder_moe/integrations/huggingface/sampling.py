@@ -73,12 +73,7 @@ class Choice:
 
 
 def choice_of(logits_processor: Any, config: Any) -> Choice | str:
-    """Return the choice that a call's processors and generation config mean, or why it is not known here.
-
-    Args:
-        logits_processor: transformers' list of them.
-        config: the generation config, with its prepared special tokens.
-    """
+    """Return the choice that a call's processors and prepared generation config mean, or why it is not known here."""
     processes: list[_Process] = []
     settings: list[Any] = [bool(config.do_sample)]
     for processor in logits_processor:

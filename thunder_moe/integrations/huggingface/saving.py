@@ -76,13 +76,8 @@ class QuantizedModel(OtherMethods):
             state_dict: whose tensors are saved in the place of the model's own; all of them, by the model's names.
             push_to_hub: uploads the directory afterwards; `kwargs` has repo_id, commit_message, create_pr and what
                 ``huggingface_hub.create_repo`` takes.
-            max_shard_size: of a file, in bytes or as "5GB".
-            variant: None alone.
-            token: of the hub.
-            save_peft_format: as in transformers, for adapters.
+            variant, distributed_checkpoint: None and False alone.
             save_original_format: there is one format; both values write it.
-            distributed_checkpoint: False alone.
-            **kwargs: for the hub.
 
         Raises:
             FileExistsError: the path is a file.

@@ -40,12 +40,9 @@ __all__ = ["Sharding", "local_of", "sharding_of"]
 
 @dataclass(frozen=True)
 class Sharding:
-    """Describe the part of a layer's experts that a process has, and the processes that share them.
+    """Describe the part of a layer's experts that a process has, and the mesh of processes that share them.
 
-    Attributes:
-        part: what it has.
-        mesh: the processes that share the experts.
-        install: gives another module with this part the forward that exchanges tokens or sums results.
+    `install` gives another module with this part the forward that exchanges tokens or sums results.
     """
 
     part: ExpertsPart

@@ -50,10 +50,7 @@ def load_by_checkpoint_names(
         prepared: plain name -> own name of parameters that `prepare_qat_` has prepared.
 
     Returns:
-        A state dict by the model's own names; unknown names stay.
-
-    Raises:
-        ValueError: a tensor of a 4-bit module has another dtype or shape.
+        A state dict by the model's own names; unknown names stay. Another dtype or shape is a ValueError.
     """
     everything = {"remove_duplicate": False}
     own = dict(chain(model.named_parameters(**everything), model.named_buffers(**everything)))

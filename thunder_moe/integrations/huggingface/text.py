@@ -19,12 +19,7 @@ __all__ = ["load_model", "token_windows"]
 
 
 def load_model(name: str, dtype: str, device: str) -> Any:
-    """Load the model of a directory, or of the hub's local cache; `dtype` as in ``from_pretrained``.
-
-    Raises:
-        FileNotFoundError: there is none.
-        ValueError: the device is not there.
-    """
+    """Load the model of a directory, or of the hub's local cache, onto a device; `dtype` as in ``from_pretrained``."""
     path = find_checkpoint(name, argument="MODEL")
     place = require_device("--device", device)
     config = transformers.AutoConfig.from_pretrained(path)
@@ -38,10 +33,9 @@ def token_windows(name: str, data: str, tokens: int, context: int, argument: str
 
     Args:
         name: of the model, as in `load_model`.
-        data: path of a text file, UTF-8.
+        data: path of a text file, UTF-8; `argument` is its name in messages.
         tokens: at most so many.
         context: length of a row.
-        argument: the name of `data` in messages.
 
     Returns:
         int64 (tokens // context, context), or fewer rows of a shorter text; what does not fill one is left out.

@@ -28,12 +28,7 @@ _stock_forward = same_code(_forward)
 def run_routed(layer: Llama4TextMoe, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
     """Compute what a stock layer does, each token by its own experts in 16-bit grouped GEMMs. Compilers rewrite these.
 
-    Args:
-        layer: with transformers' own router and experts.
-        hidden_states: (B, S, H) or (T, H).
-
-    Returns:
-        (T, H), and the router's logits (T, E).
+    Maps (B, S, H) or (T, H) -> (T, H), and the router's logits (T, E).
     """
     tokens = hidden_states.reshape(-1, layer.hidden_dim)
     logits = F.linear(tokens, layer.router.weight)

@@ -28,11 +28,7 @@ _STATIC = (StaticLayer, StaticSlidingWindowLayer)
 
 
 def _check(cache: Any) -> None:
-    """Warn of layers for which Thunder compiles every step.
-
-    Raises:
-        NotImplementedError: Thunder would lose what a step changes in the cache.
-    """
+    """Warn of layers for which Thunder compiles every step; raise where it would lose what a step changes."""
     kinds = sorted({type(layer).__name__ for layer in cache.layers if type(layer) not in _STATIC})
     if kinds or not cache.layers or cache.offloading:
         _refuse(f"got a {type(cache).__name__} with " + ("offloading" if cache.offloading else " and ".join(kinds)))
