@@ -10,24 +10,13 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from thunder_moe import selection
 from thunder_moe.checkpoint.formats.interface import FLOATS
 from thunder_moe.checkpoint.ignored import HEAD
 from thunder_moe.checkpoint.modules import ExpertBlock, Module
 from thunder_moe.checkpoint.reader import Checkpoint
 from thunder_moe.dense_names import READ_TOGETHER, is_embedding, is_encoder, is_linear, is_router
 from thunder_moe.formats.registry import FORMATS
-from thunder_moe.selection import (
-    Format,
-    Names,
-    Patterns,
-    Selection,
-    Selector,
-    check_patterns,
-    format_function,
-    parents,
-    select,
-    shortened,
-)
 
 __all__ = ["Choice", "choose"]
 
@@ -52,10 +41,10 @@ class Choice:
 def choose(
     checkpoint: Checkpoint,
     *,
-    filter: Selection | None,
-    ignore: Patterns | None,
-    linears: bool | Selection | None,
-    format: Format,
+    filter: selection.Selection | None,
+    ignore: selection.Patterns | None,
+    linears: bool | selection.Selection | None,
+    format: selection.Format,
 ) -> Choice:
     """Return what the options take; they mean what they mean in `convert`, and raise the same errors."""
     experts = dict(checkpoint.fp8_blocks)
@@ -65,17 +54,19 @@ def choose(
     blocks = checkpoint.blocks | checkpoint.plain_blocks | checkpoint.fp8_blocks
     parts = {info.name for block in blocks.values() for info in block.infos()}  # a block is converted as one
     modules = [name.rpartition(".")[0] for name in checkpoint.files.infos if name not in parts]
-    paths = [path for name in (*modules, *blocks, *dense, HEAD) for path in (name, *parents(name)) if path]
-    names = Names(str(checkpoint.path), {path: (path,) for path in paths})
-    selector, format_of = Selector(names, filter, ignore), format_function(format, names)
-    takes = None if linears is None or isinstance(linears, bool) else select("linears", linears, names)
-    check_patterns(names, experts, dense, filter=filter, ignore=ignore, linears=linears, format=format)
+    paths = [path for name in (*modules, *blocks, *dense, HEAD) for path in (name, *selection.parents(name)) if path]
+    names = selection.Names(str(checkpoint.path), {path: (path,) for path in paths})
+    selector, format_of = selection.Selector(names, filter, ignore), selection.format_function(format, names)
+    takes = None if linears is None or isinstance(linears, bool) else selection.select("linears", linears, names)
+    selection.check_patterns(names, experts, dense, filter=filter, ignore=ignore, linears=linears, format=format)
     packed = [*checkpoint.blocks, *(name for name in checkpoint.dense if checkpoint.is_4_bit(name))]
     asked = [path for path in packed if selector.ignored(path) is not None]
     if not callable(filter):  # functions are not asked about what is packed
         asked = [path for path in packed if selector.declined(nn.Module(), path) is not None]
     if asked:
-        _LOGGER.warning("packed in the source, and copied whatever filter and ignore say: %s", shortened(asked))
+        _LOGGER.warning(
+            "packed in the source, and copied whatever filter and ignore say: %s", selection.shortened(asked)
+        )
 
     def chosen(module: nn.Module, path: str) -> str | None:
         return format_of(module, path) if selector.declined(module, path) is None else None

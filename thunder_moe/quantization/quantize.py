@@ -16,15 +16,7 @@ from thunder_moe.formats.checks import require_module
 from thunder_moe.kernels.select import lay_out, resolve_layout
 from thunder_moe.nn.packed import PackedModule
 from thunder_moe.nn.snapshot import replacing
-from thunder_moe.quantization.choose import (
-    choose_modules,
-    choose_or_skip,
-    refuse_root,
-    report_skipped,
-    require_fit,
-    require_layout,
-    walk,
-)
+from thunder_moe.quantization import choose
 from thunder_moe.quantization.dense_linears import DenseLinears
 from thunder_moe.quantization.families import ExpertFamily, families_of
 from thunder_moe.quantization.plan import QuantizationPlan, Skipped, Target, Targets, exclusive, swap
@@ -124,7 +116,7 @@ def quantize_(
     quantizes the rest.
     """
     with exclusive(model):
-        choose_modules(
+        choose.choose_modules(
             model, format, filter=filter, ignore=ignore, linears=linears, scale_search=scale_search, layout=layout
         ).quantize_modules()
     return model
@@ -151,7 +143,7 @@ def plan_quantization(
         ValueError, TypeError: as `quantize_`.
     """
     with exclusive(model):
-        return choose_modules(
+        return choose.choose_modules(
             model, format, filter=filter, ignore=ignore, linears=linears, scale_search=scale_search, layout=layout
         ).describe()
 
@@ -186,10 +178,10 @@ def dequantize_with_(model: Model, needed: Mapping[str, nn.Module], *, only_need
             if family is not None and only_needed and module not in needed.values():
                 return False
             if family is not None:
-                choose_or_skip(module, Target(name, family), wrapped, chosen, skipped)
+                choose.choose_or_skip(module, Target(name, family), wrapped, chosen, skipped)
             return family is not None
 
-        walk(model, visit)
+        choose.walk(model, visit)
         for module in list(chosen):
             if has_hook(module) and any(buffer.is_meta for buffer in module.buffers()):
                 skipped[module] = chosen.pop(module).name, "its weights are offloaded"
@@ -199,14 +191,14 @@ def dequantize_with_(model: Model, needed: Mapping[str, nn.Module], *, only_need
                     skipped[module] = chosen.pop(module).name, f"it is a part of {where!r}, which stays 4-bit: {reason}"
         if not chosen and not skipped:
             raise ValueError(f"model: found no NVFP4 modules in {type(model).__name__}, nothing to dequantize")
-        refuse_root(model, chosen)
+        choose.refuse_root(model, chosen)
         replaced = {part for module in chosen for part in module.modules()}
         for name, linear in needed.items():
             if linear not in replaced:
                 reasons = (reason for whole, (_, reason) in skipped.items() if linear in whole.modules())
                 why = next(reasons, "it is unknown")
                 raise ValueError(f"model: {name} cannot be replaced by a 16-bit module: {why}")
-        report_skipped(model, chosen, skipped, "4-bit")
+        choose.report_skipped(model, chosen, skipped, "4-bit")
         memo: dict[Any, Any] = {}
         swap(model, chosen, lambda module, family: family.restore(module, memo), "dequantizing")
         for family in families:
@@ -236,7 +228,7 @@ def to_layout_(model: Model, layout: str = "auto") -> Model:
             The model is unchanged then.
     """
     require_module(model)
-    require_layout(layout)
+    choose.require_layout(layout)
     linears = {name: module for name, module in model.named_modules() if isinstance(module, PackedModule)}
     if not linears:
         raise ValueError(f"model: found no NVFP4 modules in {type(model).__name__}, nothing to lay out")
@@ -244,7 +236,7 @@ def to_layout_(model: Model, layout: str = "auto") -> Model:
     for name, module in linears.items():
         n, k = module.out_features, module.in_features
         wanted[module] = resolve_layout(layout, module.qdata.device, n, k, module.format)
-        require_fit(wanted[module], name, n, k, module.format)
+        choose.require_fit(wanted[module], name, n, k, module.format)
     # Modules that share memory, even through different buffers, share the new memory. All keep the old memory until the
     # first is converted. The lock keeps another thread from replacing half of the buffers meanwhile: their shapes would
     # tell of a layout that does not exist.

@@ -19,15 +19,7 @@ from torch import Tensor, nn
 from thunder_moe.checkpoint.experts import UNSHARDED, ExpertsPart
 from thunder_moe.formats.gate_up import deinterleave, interleave
 from thunder_moe.formats.weight import PackedWeight
-from thunder_moe.integrations.huggingface.forms import (
-    SHAPES_THE_FORM,
-    ExpertsForm,
-    form_of,
-    fused_gate,
-    not_plain_experts,
-    require_form,
-    stored_weights,
-)
+from thunder_moe.integrations.huggingface import forms
 from thunder_moe.integrations.huggingface.implementation import run_experts
 from thunder_moe.integrations.huggingface.routers import OWN_STATE, RowOrders
 from thunder_moe.integrations.huggingface.sharded_forward import local_of, sharding_of
@@ -72,19 +64,23 @@ class NVFP4Experts(nn.Module):
     part_mesh: Any = None
 
     def __init__(
-        self, experts: nn.Module, form: ExpertsForm, gate_up_proj: NVFP4GroupedLinear, down_proj: NVFP4GroupedLinear
+        self,
+        experts: nn.Module,
+        form: forms.ExpertsForm,
+        gate_up_proj: NVFP4GroupedLinear,
+        down_proj: NVFP4GroupedLinear,
     ) -> None:
         super().__init__()
         self.experts_class, self.form = type(experts), form
         self.gate_up_proj, self.down_proj = gate_up_proj, down_proj
-        _copy_attributes(experts, self, skip=stored_weights(experts, form))
+        _copy_attributes(experts, self, skip=forms.stored_weights(experts, form))
         self.train(experts.training)
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Set an attribute; another activation, limit or gate is fused only if `fused_gate` knows it, too."""
         super().__setattr__(name, value)
-        if name in (*SHAPES_THE_FORM, "_apply_gate") and self.form.gated:
-            self.form = replace(self.form, swiglu=fused_gate(self, self.experts_class, self.form.interleaved))
+        if name in (*forms.SHAPES_THE_FORM, "_apply_gate") and self.form.gated:
+            self.form = replace(self.form, swiglu=forms.fused_gate(self, self.experts_class, self.form.interleaved))
 
     @classmethod
     def from_weights(
@@ -113,10 +109,10 @@ class NVFP4Experts(nn.Module):
             ValueError: the module has hooks or a forward of its own, which would be lost; a weight or bias does not
                 have its sizes, or a bias is missing or too many.
         """
-        form = require_form(hf_experts_module)
-        if (reason := not_plain_experts(hf_experts_module)) is not None:
+        form = forms.require_form(hf_experts_module)
+        if (reason := forms.not_plain_experts(hf_experts_module)) is not None:
             raise ValueError(f"hf_experts_module: cannot replace this {type(hf_experts_module).__name__}: {reason}")
-        stored = [*stored_weights(hf_experts_module, form).values()]
+        stored = [*forms.stored_weights(hf_experts_module, form).values()]
         linears = []
         for name, weight, (old, view) in zip(
             ("gate_up", "down"), (gate_up, down), expert_weights(hf_experts_module), strict=True
@@ -224,13 +220,13 @@ class NVFP4Experts(nn.Module):
 
 def expert_blocks(model: nn.Module) -> dict[str, nn.Module]:
     """Return the experts modules of transformers in a model that can be quantized, by qualified name; each once."""
-    return {name: module for name, module in model.named_modules() if form_of(module) is not None}
+    return {name: module for name, module in model.named_modules() if forms.form_of(module) is not None}
 
 
 def expert_weights(experts: nn.Module) -> list[tuple[nn.Parameter, Tensor]]:
     """Return the two weights of one of `expert_blocks`, each with a view (E, N, K) of what this process has of it."""
-    form = require_form(experts)
-    parameters = [*stored_weights(experts, form).values()][:2]
+    form = forms.require_form(experts)
+    parameters = [*forms.stored_weights(experts, form).values()][:2]
     views = [local_of(parameter) for parameter in parameters]
     views = [view.transpose(1, 2) if form.transposed else view for view in views]
     return list(zip(parameters, views, strict=True))
@@ -247,8 +243,8 @@ def quantized_experts(
 
     The weights (E, N, K) are quantized by `pack`. Errors are those of `NVFP4Experts.from_weights` and `nvfp4.quantize`.
     """
-    form = require_form(experts)
-    first, second, *biases = stored_weights(experts, form).values()
+    form = forms.require_form(experts)
+    first, second, *biases = forms.stored_weights(experts, form).values()
     sharding = sharding_of(experts)
 
     def once(parameter: nn.Parameter, order: str, convert: Any) -> Any:
@@ -290,7 +286,7 @@ def pack_ahead(
     The module gets a parameter on "meta" in the place of it, and `memo` the 4-bit weight for the later call of
     `quantized_experts`. The memo is of this module alone: parameters that are gone by then leave their ids to others.
     """
-    form = require_form(experts)
+    form = forms.require_form(experts)
     is_first, sharding = name != "down_proj", sharding_of(experts)
     if sharding is not None:
         pack = partial(sharding.pack, pack=pack)
@@ -301,7 +297,7 @@ def pack_ahead(
 
 
 def _pack(
-    form: ExpertsForm, first: bool, weight: Tensor, *, pack: Callable[[Tensor], PackedWeight], layout: str
+    form: forms.ExpertsForm, first: bool, weight: Tensor, *, pack: Callable[[Tensor], PackedWeight], layout: str
 ) -> PackedWeight:
     """Pack the first or the second weight of a module, gate rows ahead of up rows."""
     packed = pack(weight.transpose(1, 2) if form.transposed else weight)
@@ -312,7 +308,7 @@ def _pack(
     return lay_out(packed, layout)
 
 
-def _order(form: ExpertsForm, first: bool) -> str:
+def _order(form: forms.ExpertsForm, first: bool) -> str:
     """Return how the first or the second weight of a class lies in memory, for `families.weight_key`."""
     return " ".join(["transposed"] * form.transposed + ["interleaved"] * (form.interleaved and first))
 

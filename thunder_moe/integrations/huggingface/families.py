@@ -10,14 +10,8 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
+from thunder_moe.integrations.huggingface import forms
 from thunder_moe.integrations.huggingface.experts import NVFP4Experts, expert_weights, quantized_experts
-from thunder_moe.integrations.huggingface.forms import (
-    form_of,
-    has_experts,
-    has_interface,
-    not_plain_experts,
-    stored_weights,
-)
 from thunder_moe.integrations.huggingface.routers import RowOrders, fuse_routers, restore_routers
 from thunder_moe.integrations.huggingface.saving import mark_quantized
 from thunder_moe.integrations.huggingface.sharded_forward import sharding_of
@@ -35,13 +29,13 @@ class TransformersExperts(ExpertFamily):
     description = "experts of transformers"
 
     def match(self, module: nn.Module) -> bool:
-        return has_experts(module)
+        return forms.has_experts(module)
 
     def match_quantized(self, module: nn.Module) -> bool:
         return isinstance(module, NVFP4Experts)
 
     def blocker(self, module: nn.Module) -> str | None:
-        return not_plain_experts(module) or _of_no_part(module)
+        return forms.not_plain_experts(module) or _of_no_part(module)
 
     def problem_on_any_rank(self, module: nn.Module, problem: str | None) -> str | None:
         sharding = sharding_of(module)
@@ -67,7 +61,7 @@ class TransformersExperts(ExpertFamily):
         return module.dequantized(memo)
 
     def obstacle_to_recipe(self, module: nn.Module) -> str | None:
-        if not has_interface(module):
+        if not forms.has_interface(module):
             return f"{type(module).__name__} does not have transformers' experts interface"
         forward: Any = type(module).forward
         if getattr(forward, "__globals__", {}).get("__name__") != "transformers.integrations.moe":
@@ -133,10 +127,10 @@ def put_experts(parent: nn.Module, name: str, experts: nn.Module) -> None:
 
 def _of_no_part(module: nn.Module) -> str | None:
     """Return why 4-bit weights cannot have this process' part of 16-bit experts; None if they can, or it has all."""
-    sharding, form = sharding_of(module), form_of(module)
+    sharding, form = sharding_of(module), forms.form_of(module)
     if sharding is None or form is None:
         return None
-    first, down, *biases = stored_weights(module, form).items()
+    first, down, *biases = forms.stored_weights(module, form).items()
     if sharding.part.expert_ranks > 1:
         wanted = {name: (0, 1) for name, _ in (first, down, *biases)}
     else:

@@ -24,21 +24,7 @@ from torch import Tensor, nn
 from thunder_moe.checkpoint.files import expand_user
 from thunder_moe.finetune.lora import add_by_name_, lora_linears, scaling_of
 from thunder_moe.formats.checks import require_module, require_type
-from thunder_moe.integrations.huggingface.lora_files import (
-    CONFIG,
-    PARTS,
-    WEIGHTS,
-    Adapter,
-    adapters,
-    encode,
-    no_adapter,
-    pattern,
-    rank_and_alpha,
-    read_adapter,
-    refuse_foreign,
-    set_adapter_,
-    write_adapter,
-)
+from thunder_moe.integrations.huggingface import lora_files
 from thunder_moe.integrations.huggingface.lora_targets import PREFIX, Target, blocks_of, is_named, place_of, targets
 from thunder_moe.integrations.huggingface.saving import count_packed
 from thunder_moe.nn.linear import is_packed_dense
@@ -118,21 +104,21 @@ def load_peft_model(model: Any, path: str | Path, adapter_name: str = "default",
     """
     found, rest, config = _read(model, path)
     config.inference_mode = not is_trainable
-    set_adapter_(model, found, adapter_name, dropout=config.lora_dropout)
+    lora_files.set_adapter_(model, found, adapter_name, dropout=config.lora_dropout)
     wrapped = _wrap(model, _rest(model, config, rest), adapter_name)
     wrapped.load_adapter(path, adapter_name, is_trainable=is_trainable)
     wrapped.base_model.use(is_trainable)
     return wrapped
 
 
-def _read(model: Any, path: str | PathLike[Any]) -> tuple[dict[str, Adapter], dict[str, Tensor], Any]:
+def _read(model: Any, path: str | PathLike[Any]) -> tuple[dict[str, lora_files.Adapter], dict[str, Tensor], Any]:
     """Return the adapters of 4-bit linears by their path, the other tensors and the configuration of PEFT's files."""
     path = expand_user(path, "path")
-    found, rest, _ = read_adapter(model, path)
+    found, rest, _ = lora_files.read_adapter(model, path)
     config = peft.PeftConfig.from_pretrained(str(path))
     _check(config)
     if not found and _chosen(model, config):
-        raise no_adapter(model, path, rest)
+        raise lora_files.no_adapter(model, path, rest)
     return found, rest, config
 
 
@@ -186,9 +172,9 @@ class _WithExperts(peft.PeftModel):
         base = self.get_base_model()
         found, rest, given = _read(base, model_id)
         with kept_(self.base_model, is_trainable), tempfile.TemporaryDirectory() as folder:
-            set_adapter_(base, found, adapter_name, dropout=given.lora_dropout, freeze=False)
+            lora_files.set_adapter_(base, found, adapter_name, dropout=given.lora_dropout, freeze=False)
             _rest(base, given, rest).save_pretrained(folder)
-            save_file(rest, Path(folder) / WEIGHTS, metadata={"format": "pt"})
+            save_file(rest, Path(folder) / lora_files.WEIGHTS, metadata={"format": "pt"})
             result = super().load_adapter(folder, adapter_name, is_trainable, *args, **kwargs)
         return result
 
@@ -238,7 +224,7 @@ def _wrap(model: Any, config: Any, adapter_name: str) -> Any:
 
 def _check(config: Any) -> None:
     """Raise a ValueError for options that adapters of experts do not have."""
-    refuse_foreign(vars(config), "peft_config")
+    lora_files.refuse_foreign(vars(config), "peft_config")
     if (init := config.init_lora_weights) not in (True, "gaussian"):
         raise ValueError(f"peft_config.init_lora_weights: got {init!r}, wanted True or 'gaussian' for experts")
 
@@ -250,7 +236,7 @@ def _chosen(model: nn.Module, config: Any) -> dict[Target, LoRASpec]:
     found: dict[Target, LoRASpec] = {}
     for target in targets(model):
         names = _names(model, target, config) if _in_layers(target.path, config) else []
-        numbers = {rank_and_alpha(vars(config), name) for name in names}
+        numbers = {lora_files.rank_and_alpha(vars(config), name) for name in names}
         if len(numbers) > 1:
             parts = dict.fromkeys(name.rpartition(".")[2] for name in names)
             raise ValueError(
@@ -365,7 +351,10 @@ def _rest(model: nn.Module, config: Any, tensors: dict[str, Tensor] | None = Non
     ]  # fmt: skip
     if parameters:
         rest.target_parameters = parameters
-    if any(rank_and_alpha(vars(read), name) != rank_and_alpha(vars(config), name) for name in parameters):
+    if any(
+        lora_files.rank_and_alpha(vars(read), name) != lora_files.rank_and_alpha(vars(config), name)
+        for name in parameters
+    ):
         rest.rank_pattern, rest.alpha_pattern = read.rank_pattern, read.alpha_pattern
     rest.left_out_on_purpose = True  # for `refuse_left_out`
     return rest
@@ -378,12 +367,12 @@ def _complete(model: nn.Module, folder: Path, adapter: str, per_expert: bool) ->
     """Put the adapters of 4-bit layers into files that PEFT has written, in the place of what it took them for."""
     blocks = blocks_of(model)
     tensors = {
-        key: value for key, value in load_file(folder / WEIGHTS).items()
+        key: value for key, value in load_file(folder / lora_files.WEIGHTS).items()
         if place_of(key.removeprefix(PREFIX), blocks)[0] is None
     }  # fmt: skip
-    config = json.loads((folder / CONFIG).read_text())
-    if chosen := adapters(model, adapter):
-        own, ours, ranks, alphas = encode(model, chosen, per_expert)
+    config = json.loads((folder / lora_files.CONFIG).read_text())
+    if chosen := lora_files.adapters(model, adapter):
+        own, ours, ranks, alphas = lora_files.encode(model, chosen, per_expert)
         tensors |= own
         nothing = config.get("target_modules") == _NOTHING
         if nothing and not config.get("target_parameters"):
@@ -393,16 +382,18 @@ def _complete(model: nn.Module, folder: Path, adapter: str, per_expert: bool) ->
             if config.get("use_rslora"):
                 alphas = {name: alpha / ranks[name] ** 0.5 for name, alpha in alphas.items()}
             alphas = {name: round(alpha, 9) for name, alpha in alphas.items()}
-            config["rank_pattern"] = pattern(ranks, config["r"]) | (config.get("rank_pattern") or {})
-            config["alpha_pattern"] = pattern(alphas, config["lora_alpha"]) | (config.get("alpha_pattern") or {})
+            config["rank_pattern"] = lora_files.pattern(ranks, config["r"]) | (config.get("rank_pattern") or {})
+            config["alpha_pattern"] = lora_files.pattern(alphas, config["lora_alpha"]) | (
+                config.get("alpha_pattern") or {}
+            )
             named = (config.get("target_parameters") or []) + (ours["target_parameters"] or [])
             config["target_parameters"] = named or None
             modules = [] if nothing else config["target_modules"]
             config["target_modules"] = modules if isinstance(modules, str) else [*modules, *ours["target_modules"]]
         config["lora_dropout"] = 0.0  # PEFT has none for parameters
-    write_adapter(folder, tensors, config)
+    lora_files.write_adapter(folder, tensors, config)
     dense = (target.name for target, _ in chosen if not target.experts)
-    lost = [name for name in dense if name.rpartition(".")[2] in PARTS]
+    lost = [name for name in dense if name.rpartition(".")[2] in lora_files.PARTS]
     if lost and _as_peft_reads(model, peft.LoraConfig(target_modules="all-linear")).target_parameters:
         _LOGGER.warning(
             "%s: PEFT takes the names of %s and others for names of experts and leaves their adapters out on the 16-bit"

@@ -24,16 +24,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from thunder_moe.checkpoint.files import expand_user, read_json
-from thunder_moe.finetune.lora import (
-    DTYPES,
-    add_by_name_,
-    freeze_others_,
-    lora_linears,
-    refuse_merged,
-    scaling_of,
-    shapes_of,
-    use_lora_,
-)
+from thunder_moe.finetune import lora
 from thunder_moe.formats.checks import require_module
 from thunder_moe.formats.gate_up import deinterleave, interleave
 from thunder_moe.integrations.huggingface.checkpoint_names import expert_source
@@ -169,7 +160,7 @@ def load_lora_(model: nn.Module, path: str | Path, adapter: str = "default", *, 
             " thunder_moe.load_peft_model, which leaves those to PEFT"
         )
     set_adapter_(model, found, adapter, dropout=config.get("lora_dropout") or 0.0, freeze=freeze)
-    return use_lora_(model, adapter)
+    return lora.use_lora_(model, adapter)
 
 
 def set_adapter_(
@@ -179,8 +170,8 @@ def set_adapter_(
 
     Other shapes, merged adapters, and an adapter of that name in other linears, which would stay, are a ValueError.
     """
-    present = lora_linears(model)
-    refuse_merged(present)
+    present = lora.lora_linears(model)
+    lora.refuse_merged(present)
     others = [path for path, linear in present.items() if adapter in linear.lora_specs and path not in found]
     if others:
         raise ValueError(
@@ -199,15 +190,15 @@ def set_adapter_(
                 got = f"{new.spec.rank} x {new.spec.parts}"
                 raise ValueError(f"{path}: got an adapter of rank {got}, wanted {spec.rank} x {spec.parts}")
         else:
-            missing[path], shapes = replace(new.spec, dropout=dropout), shapes_of(linear, new.spec)
+            missing[path], shapes = replace(new.spec, dropout=dropout), lora.shapes_of(linear, new.spec)
         for name, value, shape in zip("AB", new[:2], shapes, strict=True):
             if value.shape != shape:
                 raise ValueError(f"{path}.lora_{name}: got shape {tuple(value.shape)}, wanted {tuple(shape)}")
         ready[path] = new
     if missing:
-        add_by_name_(model, missing, adapter)
+        lora.add_by_name_(model, missing, adapter)
         if freeze:
-            freeze_others_(model)
+            lora.freeze_others_(model)
     with torch.no_grad():
         for path, new in ready.items():
             linear = model.get_submodule(path)
@@ -245,9 +236,9 @@ def read_adapter(
     places: dict[str, str] = {}  # of the blocks in the files
     for key, tensor in tensors.items():
         match = _LORA.search(key)
-        if match is not None and not (tensor.dtype in DTYPES and bool(tensor.isfinite().all())):
+        if match is not None and not (tensor.dtype in lora.DTYPES and bool(tensor.isfinite().all())):
             raise ValueError(
-                f"path: {path / WEIGHTS} has {key} in {tensor.dtype}, wanted finite values in one of {DTYPES}"
+                f"path: {path / WEIGHTS} has {key} in {tensor.dtype}, wanted finite values in one of {lora.DTYPES}"
             )
         name = key[: match.start()].removeprefix(PREFIX) if match else ""
         block, inside = place_of(name, blocks)
@@ -355,7 +346,7 @@ def _encode_per_expert(model: Any, chosen: list[tuple[Target, Adapter]]) -> _Enc
             raise ValueError(f"per_expert: got experts without a gate ({target.experts}), wanted per_expert=False")
         if adapter is None:  # zeros
             spec = replace(like.spec, parts=1)
-            a, b = map(like.a.new_zeros, shapes_of(target.linear, spec))
+            a, b = map(like.a.new_zeros, lora.shapes_of(target.linear, spec))
             adapter = Adapter(a, b, spec)
         path, layout = expert_source(model, target.experts, target.module.form)
         names = layout.projections[2:] if target.is_down else layout.projections[:2]
@@ -419,7 +410,7 @@ def adapters(model: nn.Module, adapter: str) -> list[tuple[Target, Adapter]]:
         linear = target.linear
         if not isinstance(linear, LoRALinear) or (spec := linear.lora_specs.get(adapter)) is None:
             continue
-        refuse_merged({target.path: linear})
+        lora.refuse_merged({target.path: linear})
         a, b = (each[adapter].detach().expand(linear.num_experts, -1, -1) for each in (linear.lora_A, linear.lora_B))
         found.append((target, Adapter(a, b, spec)))
     return found
@@ -477,7 +468,7 @@ def rank_and_alpha(config: Mapping[str, Any], name: str) -> tuple[Any, Any]:
 def _spec(config: dict[str, Any], name: str) -> LoRASpec:
     try:
         rank, alpha = rank_and_alpha(config, name)
-        return LoRASpec(int(rank), scaling_of(int(rank), float(alpha), bool(config.get("use_rslora"))))
+        return LoRASpec(int(rank), lora.scaling_of(int(rank), float(alpha), bool(config.get("use_rslora"))))
     except (AttributeError, KeyError, TypeError, ValueError, re.error) as error:
         raise ValueError(
             f"path: {CONFIG} has no valid r and lora_alpha, or rank_pattern and alpha_pattern, for {name} ({error})"

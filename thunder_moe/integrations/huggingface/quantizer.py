@@ -29,7 +29,7 @@ from thunder_moe.dense_names import is_read_by_code
 from thunder_moe.finetune.lora import ADAPTER_NAME, restore_adapters_
 from thunder_moe.formats.block_format import NVFP4, BlockFormat
 from thunder_moe.formats.weight import WEIGHTS, PackedWeight
-from thunder_moe.integrations.huggingface import attention, implementation  # noqa: F401  (entries in transformers)
+from thunder_moe.integrations.huggingface import attention, implementation, sharding  # noqa: F401  (entries in transformers)
 from thunder_moe.integrations.huggingface.checkpoint_names import ModelNames
 from thunder_moe.integrations.huggingface.configs import METHOD, ON_LOAD, NVFP4CheckpointConfig, ThunderMoeConfig
 from thunder_moe.integrations.huggingface.experts import NVFP4Experts, expert_weights
@@ -38,14 +38,6 @@ from thunder_moe.integrations.huggingface.forms import form_of
 from thunder_moe.integrations.huggingface.loading import PackedQuantizer, mark_initialized
 from thunder_moe.integrations.huggingface.on_load import ThunderMoeQuantizer
 from thunder_moe.integrations.huggingface.saving import forget_in_configs
-from thunder_moe.integrations.huggingface.sharding import (
-    add_rules,
-    cut_as_planned,
-    dispatch_weighted_rows,
-    keep_plans,
-    refuse_parallel,
-    refuse_part,
-)
 from thunder_moe.kernels.select import lay_out
 from thunder_moe.nn import NVFP4Linear
 from thunder_moe.progress import progress_bar
@@ -90,7 +82,7 @@ class NVFP4CheckpointQuantizer(PackedQuantizer):
             raise ValueError("device_map: got 'disk', wanted devices: 4-bit experts cannot be offloaded to disk")
 
     def update_parallel_plan(self, model: Any, plan: dict[str, str]) -> None:
-        add_rules(model, plan)
+        sharding.add_rules(model, plan)
 
     def prepare(self, model: Any, files: list[Path]) -> None:
         """Swap the modules whose weights are packed in the checkpoint for packed ones, on "meta"."""
@@ -132,7 +124,7 @@ class NVFP4CheckpointQuantizer(PackedQuantizer):
             known = getattr(model, attribute)  # a list in transformers 5.7, a set in 5.23
             known = [] if known is None else known
             setattr(model, attribute, type(known)([*known, *patterns]))
-        cut_as_planned(model)
+        sharding.cut_as_planned(model)
 
     def _refuse_missing(self, model: Any, names: ModelNames, dense: set[str]) -> None:
         """Raise for experts without a tensor in the checkpoint, and for such linears that are packed in another layer:
@@ -186,10 +178,10 @@ class NVFP4CheckpointQuantizer(PackedQuantizer):
 
     def finish(self, model: Any) -> None:
         """Read the packed weights, onto the devices where transformers has put the modules."""
-        keep_plans(model)
-        refuse_parallel(model)
+        sharding.keep_plans(model)
+        sharding.refuse_parallel(model)
         self._refuse_sharded_linears(model)
-        dispatch_weighted_rows(model)
+        sharding.dispatch_weighted_rows(model)
         self.check_shapes(model)
         if self._dense:
             logger.info("%d dense quantized modules are dequantized to 16 bits", len(self._dense))
@@ -237,7 +229,7 @@ class NVFP4CheckpointQuantizer(PackedQuantizer):
             elif match[1] == "specs":
                 logger.warning("%s has no counterpart in %s; its adapters are not loaded", path, type(model).__name__)
         if stored:
-            refuse_part(model, "whose layers are whole, as the adapters in the checkpoint are")
+            sharding.refuse_part(model, "whose layers are whole, as the adapters in the checkpoint are")
             try:
                 restore_adapters_(model, stored)
             except ValueError as error:
