@@ -25,14 +25,7 @@ from thunder_moe.checkpoint.modules import Module
 from thunder_moe.checkpoint.partial import PartialCheckpoint, open_partial
 from thunder_moe.checkpoint.quantize import quantize_experts, quantize_linears
 from thunder_moe.checkpoint.reader import Checkpoint, Unit
-from thunder_moe.checkpoint.writer import (
-    MAX_SHARD_SIZE,
-    ShardWriter,
-    encode,
-    parse_size,
-    require_absent,
-    write_configs,
-)
+from thunder_moe.checkpoint.writer import MAX_SHARD_SIZE, ShardWriter, encode, parse_size, require_absent, write_configs
 from thunder_moe.formats.checks import require_device
 from thunder_moe.formats.registry import FORMATS, check_scale_search, find_format
 from thunder_moe.progress import progress_bar

@@ -16,15 +16,9 @@ from thunder_moe.checkpoint.files import TensorFiles, TensorInfo
 from thunder_moe.formats.block_format import MXFP8
 
 __all__ = [
-    "CACHE_FIELDS",
-    "FP8_SCALE_FIELDS",
-    "PROJECTIONS",
-    "ExpertBlock",
-    "Module",
-    "Modules",
-    "is_interleaved",
+    "CACHE_FIELDS", "FP8_SCALE_FIELDS", "PROJECTIONS", "ExpertBlock", "Module", "Modules", "is_interleaved",
     "sort_modules",
-]
+]  # fmt: skip
 
 # Models whose fused gate and up rows alternate.
 INTERLEAVED_MODEL_TYPES = ("gpt_oss",)

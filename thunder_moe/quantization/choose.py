@@ -28,15 +28,9 @@ from thunder_moe.quantization.replaceable import wrapped_modules
 from thunder_moe.selection import Format, Names, Patterns, Selection, Selector, check_patterns, format_function, select
 
 __all__ = [
-    "choose_modules",
-    "choose_or_skip",
-    "non_finite_problem",
-    "refuse_root",
-    "report_skipped",
-    "require_fit",
-    "require_layout",
-    "walk",
-]
+    "choose_modules", "choose_or_skip", "non_finite_problem", "refuse_root", "report_skipped", "require_fit",
+    "require_layout", "walk",
+]  # fmt: skip
 
 Model = TypeVar("Model", bound=nn.Module)
 _LOGGER = logging.getLogger("thunder_moe")
@@ -184,13 +178,7 @@ def report_skipped(model: nn.Module, chosen: Targets, skipped: Skipped, bits: st
 
 
 def _check_choice(
-    model: nn.Module,
-    chosen: Targets,
-    skipped: Skipped,
-    families: list[ExpertFamily],
-    *,
-    loaded: bool,
-    required: bool,
+    model: nn.Module, chosen: Targets, skipped: Skipped, families: list[ExpertFamily], *, loaded: bool, required: bool
 ) -> None:
     if not chosen and not skipped:
         experts = ", or ".join(dict.fromkeys(family.description for family in families))

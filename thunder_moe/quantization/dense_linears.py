@@ -17,14 +17,7 @@ from weakref import ReferenceType, WeakKeyDictionary, ref
 import torch
 from torch import Tensor, nn
 
-from thunder_moe.dense_names import (
-    READ_TOGETHER,
-    is_encoder,
-    is_read_by_code,
-    is_router,
-    read_together,
-    sharing_scale,
-)
+from thunder_moe.dense_names import READ_TOGETHER, is_encoder, is_read_by_code, is_router, read_together, sharing_scale
 from thunder_moe.formats.block_format import BLOCK_FORMATS, NVFP4, BlockFormat
 from thunder_moe.formats.layouts import LINEAR
 from thunder_moe.formats.nvfp4 import WEIGHT_DTYPES

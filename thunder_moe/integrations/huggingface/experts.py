@@ -234,10 +234,7 @@ def expert_weights(experts: nn.Module) -> list[tuple[nn.Parameter, Tensor]]:
 
 @torch.no_grad()
 def quantized_experts(
-    experts: nn.Module,
-    memo: dict[Any, Any],
-    pack: Callable[[Tensor], PackedWeight] = quantize,
-    layout: str = "linear",
+    experts: nn.Module, memo: dict[Any, Any], pack: Callable[[Tensor], PackedWeight] = quantize, layout: str = "linear"
 ) -> NVFP4Experts:
     """Quantize one of `expert_blocks`, in 16 bits or float32; the `memo` of a model keeps tied weights tied.
 

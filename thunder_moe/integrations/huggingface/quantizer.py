@@ -45,14 +45,9 @@ from thunder_moe.quantization.dense_linears import join_read_together
 from thunder_moe.quantization.replaceable import has_own_forward
 
 __all__ = [
-    "FAMILIES",
-    "METHOD",
-    "NVFP4CheckpointConfig",
-    "NVFP4CheckpointQuantizer",
-    "ThunderMoeConfig",
-    "register",
+    "FAMILIES", "METHOD", "NVFP4CheckpointConfig", "NVFP4CheckpointQuantizer", "ThunderMoeConfig", "register",
     "unregister",
-]
+]  # fmt: skip
 
 logger = logging.getLogger(__name__)
 

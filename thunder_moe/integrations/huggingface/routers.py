@@ -31,16 +31,9 @@ from thunder_moe.quantization.replaceable import HOOK_ATTRIBUTES
 from thunder_moe.routing import RouterConfig
 
 __all__ = [
-    "OWN_STATE",
-    "FusedRouter",
-    "RouterCall",
-    "RowOrders",
-    "fuse_routers",
-    "fused_call",
-    "is_setting",
-    "restore_routers",
-    "settings_of",
-]
+    "OWN_STATE", "FusedRouter", "RouterCall", "RowOrders", "fuse_routers", "fused_call", "is_setting",
+    "restore_routers", "settings_of",
+]  # fmt: skip
 
 KNOWN_CODE = "transformers.models."
 OWN_STATE = frozenset({*vars(nn.Module()), *HOOK_ATTRIBUTES})  # attributes that are torch's or accelerate's

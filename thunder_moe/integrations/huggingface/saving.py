@@ -142,10 +142,7 @@ class QuantizedModel(OtherMethods):
         return super().load_state_dict(state_dict, strict=strict, assign=assign)
 
     def resize_token_embeddings(
-        self: Any,
-        new_num_tokens: int | None = None,
-        pad_to_multiple_of: int | None = None,
-        mean_resizing: bool = True,
+        self: Any, new_num_tokens: int | None = None, pad_to_multiple_of: int | None = None, mean_resizing: bool = True
     ) -> nn.Module:
         """Resize as transformers does. A 4-bit head is dequantized before and stays 16-bit, because the rows of new
         tokens have to be trained: it is trainable where the embeddings are. The log says so. A size that is there

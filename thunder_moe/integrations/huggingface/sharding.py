@@ -23,17 +23,9 @@ from thunder_moe.integrations.huggingface.sharded_forward import AllReduce, Regi
 from thunder_moe.nn.linear import NVFP4Linear
 
 __all__ = [
-    "AVAILABLE",
-    "add_rules",
-    "cut_",
-    "cut_as_planned",
-    "dispatch_weighted_rows",
-    "keep_plans",
-    "part_of",
-    "refuse_parallel",
-    "refuse_part",
-    "require_available",
-]
+    "AVAILABLE", "add_rules", "cut_", "cut_as_planned", "dispatch_weighted_rows", "keep_plans", "part_of",
+    "refuse_parallel", "refuse_part", "require_available",
+]  # fmt: skip
 
 AVAILABLE = Registry is not None  # transformers 5.23
 # Styles of dense layers that 4-bit ones take -> the dimension of their weight that processes share: output or input

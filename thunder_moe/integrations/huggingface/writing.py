@@ -115,9 +115,7 @@ def _has_untied_head(model: Any) -> bool:
     return head.weight is not embeddings and not torch.equal(head.weight, embeddings.to(head.weight.device))
 
 
-def model_tensors(
-    model: PreTrainedModel,
-) -> Iterator[tuple[str, Tensor | ExpertWeights | PackedWeight]]:
+def model_tensors(model: PreTrainedModel) -> Iterator[tuple[str, Tensor | ExpertWeights | PackedWeight]]:
     """Yield the experts and 4-bit dense layers by their paths in the checkpoint, then all else by its name there."""
     inside: set[str] = set()
     packed: set[nn.Module] = set()
