@@ -41,14 +41,12 @@ class FakeQuantize(nn.Module):
 
     def forward(self, weight: Tensor) -> Tensor:
         """Return the weight rounded to the values of the format, in its own shape and dtype."""
-        if not self.transposed:
-            return self._rounded(weight)
-        return self._rounded(weight.transpose(1, 2)).transpose(1, 2)
-
-    def _rounded(self, weight: Tensor) -> Tensor:
+        rows = weight.transpose(1, 2) if self.transposed else weight
         if self.format == "mxfp8":
-            return fake_quantize_mxfp8(weight)
-        return fake_quantize(weight, scale_search=self.scale_search)
+            rows = fake_quantize_mxfp8(rows)
+        else:
+            rows = fake_quantize(rows, scale_search=self.scale_search)
+        return rows.transpose(1, 2) if self.transposed else rows
 
     def extra_repr(self) -> str:
         return f"{self.format}, transposed={self.transposed}, scale_search={self.scale_search!r}"

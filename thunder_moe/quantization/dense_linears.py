@@ -12,7 +12,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
-from weakref import ReferenceType, WeakKeyDictionary, ref
+from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import Tensor, nn
@@ -47,8 +47,7 @@ class DenseLinears(ExpertFamily):
         self.skipped: dict[nn.Module, tuple[str, str]] = {}
         self._device_of: Callable[[Any], torch.device] = lambda linear: linear.weight.device
         self._formats: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
-        self._stacks: WeakKeyDictionary[nn.Module, _Stack] = WeakKeyDictionary()
-        self._shared_scales: WeakKeyDictionary[nn.Module, _SharedScale] = WeakKeyDictionary()
+        self._groups: WeakKeyDictionary[nn.Module, _Group] = WeakKeyDictionary()
 
     def choose(
         self,
@@ -70,8 +69,13 @@ class DenseLinears(ExpertFamily):
         self._device_of = device_of or self._device_of
         apart: dict[str, dict[str, None]] = defaultdict(dict)  # names of linears -> classes
         skipped: dict[str, list[str]] = defaultdict(list)
-        tied = _tied_or_read(model)
         candidates: dict[nn.Linear, str] = {}
+        tied = _tied_or_read(model)
+
+        def skip(module: nn.Module, name: str, reason: str) -> None:
+            self.skipped[module] = name, reason
+            skipped[reason].append(name)
+
         for name, module in model.named_modules():
             if not is_dense_layer(name, module):
                 continue
@@ -85,8 +89,7 @@ class DenseLinears(ExpertFamily):
                 continue
             reason = tied.get(module) or (_unfit_reason(module, BLOCK_FORMATS[format]) if linears is True else None)
             if reason is not None:
-                self.skipped[module] = name, reason
-                skipped[reason].append(name)
+                skip(module, name, reason)
                 continue
             candidates[module], self._formats[module] = name, format
         for parent in model.modules():
@@ -95,8 +98,7 @@ class DenseLinears(ExpertFamily):
             for module, name in list(candidates.items()):
                 size = self._rows_of_stack(module), module.in_features
                 if (reason := why_slower(self._device_of(module), module.weight.dtype, *size)) is not None:
-                    self.skipped[module] = name, reason
-                    skipped[reason].append(name)
+                    skip(module, name, reason)
                     del candidates[module], self._formats[module]
         for parent in model.modules():
             self._find_shared_scales(parent, candidates, apart)
@@ -109,23 +111,14 @@ class DenseLinears(ExpertFamily):
             limit = slower_from(preferred_layout(self._device_of(module), *size, packed_in), *size, packed_in.name)
             if limit is not None:
                 slower[limit, packed_in.name].append(name)
+        words = "slower in %d bits than in 16 at %d rows and more, by up to %d %%: %s; `ignore` leaves them in 16 bits"
         for (limit, format_name), names in slower.items():
-            bits = 4 if format_name == NVFP4.name else 8
-            _LOGGER.info(
-                "slower in %d bits than in 16 at %d rows and more, by up to %d %%: %s; `ignore` leaves them in 16 bits",
-                bits,
-                *limit,
-                shortened(names),
-            )
+            _LOGGER.info(words, 4 if format_name == NVFP4.name else 8, *limit, shortened(names))
         for reason, names in skipped.items():
             _LOGGER.info("stays 16-bit: %s: %s", shortened(names), reason)
+        words = "computed one by one in eager mode: %s of %s, of which dense_names.READ_TOGETHER_BY does not say that"
         for siblings, classes in apart.items():
-            _LOGGER.info(
-                "computed one by one in eager mode: %s of %s, of which dense_names.READ_TOGETHER_BY does not say that"
-                " they read the same tensor",
-                siblings,
-                ", ".join(classes),
-            )
+            _LOGGER.info(f"{words} they read the same tensor", siblings, ", ".join(classes))
 
     def _find_stacks(self, parent: nn.Module, candidates: dict[nn.Linear, str]) -> None:
         """Find the children of a module that read the same rows, for one stacked weight."""
@@ -135,9 +128,8 @@ class DenseLinears(ExpertFamily):
             return (self._kind(child), child.bias is None) if fits else None
 
         for group in _alike(parent, read_together(type(parent)) if has_own_forward(parent) else (), kind_of):
-            if not any(member in self._stacks for member in group.values()):
-                shared = _Stack(_stack_name(parent, [*group]), [*group], [*map(ref, group.values())])
-                self._stacks.update(dict.fromkeys(group.values(), shared))
+            if not any(member in self._groups for member in group.values()):
+                self._groups.update(dict.fromkeys(group.values(), _Group(group, _stack_name(parent, [*group]))))
 
     def _find_shared_scales(
         self, parent: nn.Module, candidates: dict[nn.Linear, str], apart: dict[str, dict[str, None]]
@@ -145,20 +137,24 @@ class DenseLinears(ExpertFamily):
         """Find the children of a module that this model computes one by one and engines merge, by their names."""
 
         def kind_of(child: Any) -> Any:
-            alone = child in candidates and child not in self._stacks
+            alone = child in candidates and self._stack_of(child) is None
             return self._kind(child) if alone and self.blocker(child) is None else None
 
         for names in READ_TOGETHER:
             for group in _alike(parent, names, kind_of):
-                self._shared_scales.update(dict.fromkeys(group.values(), _SharedScale([*map(ref, group.values())])))
+                self._groups.update(dict.fromkeys(group.values(), _Group(group)))
                 apart[", ".join(names)].setdefault(type(parent).__name__)
 
     def _kind(self, linear: nn.Linear) -> tuple[Any, ...]:
         return linear.in_features, linear.weight.dtype, self._device_of(linear), self._formats[linear]
 
+    def _stack_of(self, module: nn.Module) -> _Group | None:
+        group = self._groups.get(module)
+        return None if group is None or group.stack_name is None else group
+
     def _rows_of_stack(self, module: nn.Linear) -> int:
         """Return the out_features of the stack that a linear is in; of the linear if it is in none."""
-        group = self._stacks.get(module)
+        group = self._stack_of(module)
         return module.out_features if group is None else sum(member.out_features for member in group.living_members())
 
     def match(self, module: nn.Module) -> bool:
@@ -173,18 +169,16 @@ class DenseLinears(ExpertFamily):
 
     def packed_together(self, module: nn.Module) -> list[nn.Module]:
         """Return the linears that are packed with this one, as one weight or with one global scale, and this one."""
-        group = self._stacks.get(module) or self._shared_scales.get(module)
+        group = self._groups.get(module)
         return [module] if group is None else [*group.living_members()]
 
     def unstack(self, module: nn.Module) -> None:
         """Have the linears of a stack converted one by one, to the bits that they have in the stack."""
-        if (group := self._stacks.get(module)) is None:
-            return
-        for positions in sharing_scale(group.names):
-            shared = _SharedScale([group.members[position] for position in positions])
-            for member in shared.living_members():
-                self._shared_scales[member] = shared
-                del self._stacks[member]
+        if (group := self._stack_of(module)) is not None:
+            members = group.living_members()
+            for positions in sharing_scale(group.names):
+                shared = {group.names[position]: members[position] for position in positions}
+                self._groups.update(dict.fromkeys(shared.values(), _Group(shared)))
 
     def blocker(self, module: nn.Module) -> str | None:
         return customization(module, hooked=True)
@@ -200,21 +194,20 @@ class DenseLinears(ExpertFamily):
 
     def convert(self, module: nn.Module, run: Quantization) -> nn.Module:
         assert isinstance(module, nn.Linear)
-        group = self._stacks.get(module)
+        group = self._groups.get(module)
         new: nn.Module
-        if group is None:
-            siblings = self._shared_scales.get(module)
-            pack = run.pack if siblings is None else partial(siblings.pack, module, run.pack)
+        if group is None or group.stack_name is None:
+            pack = run.pack if group is None else partial(group.pack_member, module, run.pack)
             new = NVFP4Linear.from_linear(module, pack=pack, layout=run.layout)
             copy_hook(new, module)
         else:
             members = group.living_members()
             if group.stack is None:
-                pack = partial(group.pack, run.pack)
+                pack = partial(group.pack_stack, run.pack)
                 group.stack = NVFP4LinearStack.from_linear(*members, pack=pack, layout=run.layout)
                 copy_hook(group.stack, module)
             new = NVFP4LinearPart(group.stack, group.index(module))
-            new.__dict__["stack_name"] = group.name
+            new.__dict__["stack_name"] = group.stack_name
         return new.train(module.training)
 
     def restore(self, module: nn.Module, memo: dict[Any, Any]) -> nn.Module:
@@ -294,29 +287,27 @@ def _join(parent: nn.Module, names: list[str], linears: list[NVFP4Linear]) -> No
         setattr(parent, name, part.train(linears[index].training))
 
 
-class _PackedTogether:
-    """Linears that are packed together, by references, because each 16-bit weight is freed once it is converted."""
+class _Group:
+    """Linears that are packed together: as one stacked weight, or (without a name for it) with one global scale.
 
-    def __init__(self, members: list[ReferenceType[nn.Linear]]) -> None:
-        self.members = members
+    Those of a stack read the same rows. Those with a scale are merged by engines: DeepSeek's q_a_proj and
+    kv_a_proj_with_mqa, and q, k and v of an attention that calls them in branches. They are kept by references, because
+    each 16-bit weight is freed once it is converted.
+    """
+
+    def __init__(self, members: dict[str, nn.Linear], stack_name: str | None = None) -> None:
+        self.names, self.stack_name = [*members], stack_name
+        self.stack: NVFP4LinearStack | None = None
+        self._members = [*map(ref, members.values())]
+        self._packed: dict[int, PackedWeight] = {}
 
     def living_members(self) -> list[nn.Linear]:
-        return [member for reference in self.members if (member := reference()) is not None]
+        return [member for reference in self._members if (member := reference()) is not None]
 
     def index(self, linear: nn.Module) -> int:
-        return [member() is linear for member in self.members].index(True)
+        return [member() is linear for member in self._members].index(True)
 
-
-class _Stack(_PackedTogether):
-    """Linears that read the same rows: the name of their stack, their names and references in its order, and the stack
-    once it is made."""
-
-    def __init__(self, name: str, names: list[str], members: list[ReferenceType[nn.Linear]]) -> None:
-        super().__init__(members)
-        self.name, self.names = name, names
-        self.stack: NVFP4LinearStack | None = None
-
-    def pack(self, pack: Callable[[Tensor], PackedWeight], weight: Tensor) -> PackedWeight:
+    def pack_stack(self, pack: Callable[[Tensor], PackedWeight], weight: Tensor) -> PackedWeight:
         """Pack the stacked weight (1, N, K).
 
         Linears that engines merge share a global scale, as in `checkpoint.convert`: q, k and v share one, an
@@ -330,18 +321,7 @@ class _Stack(_PackedTogether):
             parts |= zip(positions, _packed_as_one(pack, [rows[at] for at in positions]), strict=True)
         return PackedWeight.concatenate(*(parts[at] for at in range(len(rows))))
 
-
-class _SharedScale(_PackedTogether):
-    """Linears with separate weights that share a global scale, because engines merge them.
-
-    Examples are DeepSeek's q_a_proj and kv_a_proj_with_mqa, and q, k and v of an attention that calls them in branches.
-    """
-
-    def __init__(self, members: list[ReferenceType[nn.Linear]]) -> None:
-        super().__init__(members)
-        self._packed: dict[int, PackedWeight] = {}
-
-    def pack(self, own: nn.Linear, pack: Callable[[Tensor], PackedWeight], weight: Tensor) -> PackedWeight:
+    def pack_member(self, own: nn.Linear, pack: Callable[[Tensor], PackedWeight], weight: Tensor) -> PackedWeight:
         """Return the packed weight (1, N, K) of one member; the first call packs all members."""
         if not self._packed:
             living = self.living_members()

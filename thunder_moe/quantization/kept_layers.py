@@ -22,8 +22,8 @@ from torch import Tensor, nn
 from thunder_moe.checkpoint.files import expand_user
 from thunder_moe.checkpoint.partial import PartialCheckpoint, open_partial
 from thunder_moe.checkpoint.writer import shard_paths
-from thunder_moe.formats.block_format import BLOCK_FORMATS, NVFP4
-from thunder_moe.formats.weight import MXFP8Weight, NVFP4Weight, PackedWeight
+from thunder_moe.formats.block_format import BLOCK_FORMATS
+from thunder_moe.formats.weight import WEIGHTS, PackedWeight
 
 __all__ = ["KeptLayers", "keep_layers"]
 
@@ -42,7 +42,7 @@ class KeptLayers:
             format = BLOCK_FORMATS[name]
             dtypes = zip(format.fields, (format.code_dtypes[0], format.scale_dtype, torch.float32), strict=False)
             tensors: Any = (content[f"{weight}.{name}.{field}"].view(dtype) for field, dtype in dtypes)
-            yield (NVFP4Weight if format is NVFP4 else MXFP8Weight)(*tensors)
+            yield WEIGHTS[name](*tensors)
 
     def add(self, description: Any, weights: Iterable[PackedWeight]) -> None:
         """Write a layer that has just been finished."""

@@ -22,14 +22,10 @@ _LAYOUTS = ("auto", *MODULE_LAYOUTS)
 
 
 class NVFP4CheckpointConfig(QuantizationConfigMixin):
-    """Hold the quantization config of a packed checkpoint, the dictionary of its config.json.
+    """Hold the quantization config of a packed checkpoint, the dictionary of its config.json, as `source`.
 
-    Attributes:
-        source: that dictionary.
-        linears: whether 4-bit dense layers stay so; else they are dequantized.
-
-    Raises:
-        ValueError: a method, algorithm, format or block size that is not read here.
+    4-bit dense layers stay so if `linears`; else they are dequantized. A method, algorithm, format or block size that
+    is not read here is a ValueError.
     """
 
     def __init__(self, source: dict[str, Any], *, linears: bool = True) -> None:
