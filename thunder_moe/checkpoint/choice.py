@@ -25,17 +25,12 @@ _LOGGER = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Choice:
-    """The 16-bit and FP8 modules of a checkpoint to quantize.
+    """The 16-bit and FP8 modules of a checkpoint to quantize."""
 
-    Attributes:
-        experts: path -> block of experts.
-        groups: path of the first in a group of dense layers that read the same rows -> path -> module of all.
-        formats: path of a block or group -> name of the number format.
-    """
-
-    experts: dict[str, ExpertBlock]
+    experts: dict[str, ExpertBlock]  # path -> block of experts
+    # Path of the first in a group of dense layers that read the same rows -> path -> module of all
     groups: dict[str, dict[str, Module]]
-    formats: dict[str, str]
+    formats: dict[str, str]  # path of a block or group -> name of the number format
 
 
 def choose(

@@ -28,11 +28,8 @@ def decode_experts(
     """Return the experts of one layer or a part of them, on the CPU, as copies.
 
     If ranks share the features, the first has down's bias and the others have zeros. `interleaved` says that the rows
-    of a fused gate_up projection alternate.
-
-    Raises:
-        ValueError: a tensor is missing or has the wrong dtype, shape or values; names file and tensor. Or the ranks
-            cannot share the experts evenly.
+    of a fused gate_up projection alternate. A ValueError names file and tensor if one is missing or has the wrong
+    dtype, shape or values, or says that the ranks cannot share the experts evenly.
     """
     experts = block.experts()
     if block.is_fused:

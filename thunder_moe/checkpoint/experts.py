@@ -18,35 +18,25 @@ __all__ = ["UNSHARDED", "ExpertWeights", "ExpertsLayout", "ExpertsPart"]
 
 @dataclass(frozen=True)
 class ExpertsLayout:
-    """The names and the layout of experts in checkpoints of an architecture.
+    """The names and the layout of experts in checkpoints of an architecture."""
 
-    Attributes:
-        fused: one tensor per projection for all experts, K before N, like ModelOpt's GPT-OSS and Llama 4. Engines read
-            all architectures but GPT-OSS expert by expert, too.
-        interleaved: the rows of the fused gate_up projection alternate (GPT-OSS).
-        projections: names of gate, up and down of one expert; not used when fused.
-    """
-
+    # One tensor per projection for all experts, K before N, like ModelOpt's GPT-OSS and Llama 4. Engines read all
+    # architectures but GPT-OSS expert by expert, too
     fused: bool = False
-    interleaved: bool = False
+    interleaved: bool = False  # the rows of the fused gate_up projection alternate (GPT-OSS)
+    # Names of gate, up and down of one expert; not used when fused
     projections: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
 
 
 @dataclass(frozen=True)
 class ExpertWeights:
-    """The weights of the experts of one layer, in one form for all checkpoint formats.
+    """The weights of the experts of one layer, in one form for all checkpoint formats."""
 
-    Attributes:
-        gate_up: (E, 2I, H), the gate's rows first; (E, I, H) for experts without a gate.
-        down: (E, H, I).
-        gate_up_bias: (E, 2I) in the checkpoint's dtype, in the order of gate_up's rows, or None.
-        down_bias: (E, H), or None.
-    """
-
-    gate_up: PackedWeight
-    down: PackedWeight
+    gate_up: PackedWeight  # (E, 2I, H), the gate's rows first; (E, I, H) for experts without a gate
+    down: PackedWeight  # (E, H, I)
+    # (E, 2I) in the checkpoint's dtype, in the order of gate_up's rows, or None
     gate_up_bias: torch.Tensor | None = None
-    down_bias: torch.Tensor | None = None
+    down_bias: torch.Tensor | None = None  # (E, H), or None
 
     def to(self, device: torch.device | str) -> ExpertWeights:
         """Copy the weights to another device."""
@@ -71,16 +61,12 @@ class ExpertsPart:
 
     Ranks have equal shares, in their order. A share of the intermediate features is the same range of gate's rows, of
     up's rows and of down's columns.
-
-    Attributes:
-        expert_rank: index of this rank's share of the experts, of `expert_ranks`.
-        feature_rank: index of this rank's share of the intermediate features, of `feature_ranks`.
     """
 
-    expert_rank: int = 0
-    expert_ranks: int = 1
-    feature_rank: int = 0
-    feature_ranks: int = 1
+    expert_rank: int = 0  # index of this rank's share of the experts
+    expert_ranks: int = 1  # number of these shares
+    feature_rank: int = 0  # index of this rank's share of the intermediate features
+    feature_ranks: int = 1  # number of these shares
 
     @property
     def is_unsharded(self) -> bool:

@@ -47,15 +47,10 @@ _GRANITE = re.compile(r"((?:.+\.)?block_sparse_moe)\.(input_linear|output_linear
 
 @dataclass
 class Module:
-    """The tensors of one projection of one expert, of one projection of all experts, or of a dense module.
+    """The tensors of one projection of one expert, of one projection of all experts, or of a dense module."""
 
-    Attributes:
-        fields: field, as the checkpoint names it -> tensor.
-        fused: True for the tensors of one projection of all experts.
-    """
-
-    fields: dict[str, TensorInfo] = field(default_factory=dict)
-    fused: bool = False
+    fields: dict[str, TensorInfo] = field(default_factory=dict)  # field, as the checkpoint names it -> tensor
+    fused: bool = False  # True for the tensors of one projection of all experts
 
     @property
     def is_quantized(self) -> bool:
@@ -104,17 +99,12 @@ class Module:
 
 @dataclass
 class ExpertBlock:
-    """The experts of one layer.
+    """The experts of one layer."""
 
-    Attributes:
-        name: their module path in the checkpoint, such as "model.layers.0.mlp.experts".
-        modules: ("gate", "up", "down" or "gate_up"; expert) -> tensors. Expert None: one tensor for all experts.
-        projections: our name of a projection -> the checkpoint's name.
-    """
-
-    name: str
+    name: str  # their module path in the checkpoint, such as "model.layers.0.mlp.experts"
+    # ("gate", "up", "down" or "gate_up"; expert) -> tensors. Expert None: one tensor for all experts
     modules: dict[tuple[str, int | None], Module] = field(default_factory=dict)
-    projections: dict[str, str] = field(default_factory=dict)
+    projections: dict[str, str] = field(default_factory=dict)  # our name of a projection -> the checkpoint's name
 
     @property
     def is_quantized(self) -> bool:
@@ -209,17 +199,11 @@ class ExpertBlock:
 
 @dataclass
 class Modules:
-    """The tensors of a checkpoint, sorted.
+    """The tensors of a checkpoint, sorted."""
 
-    Attributes:
-        experts: module path -> the experts of a layer, quantized or not.
-        dense: module path -> a quantized module that is not an expert.
-        others: names of all other tensors.
-    """
-
-    experts: dict[str, ExpertBlock]
-    dense: dict[str, Module]
-    others: list[str]
+    experts: dict[str, ExpertBlock]  # module path -> the experts of a layer, quantized or not
+    dense: dict[str, Module]  # module path -> a quantized module that is not an expert
+    others: list[str]  # names of all other tensors
 
 
 def sort_modules(files: TensorFiles) -> Modules:

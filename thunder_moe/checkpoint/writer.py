@@ -41,19 +41,12 @@ _UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 
 @dataclass
 class ShardWriter:
-    """Collects tensors and writes them as shards of a directory.
+    """Collects tensors and writes them as shards of a directory."""
 
-    Attributes:
-        directory: an existing one.
-        max_bytes: a shard is written before it would exceed this; a larger tensor gets a shard of its own.
-        shards: the written shards: names and bytes of their tensors.
-        on_shard: called after each shard.
-    """
-
-    directory: Path
-    max_bytes: int
-    shards: list[dict[str, Any]] = field(default_factory=list)
-    on_shard: Callable[[], None] | None = None
+    directory: Path  # an existing one
+    max_bytes: int  # a shard is written before it would exceed this; a larger tensor gets a shard of its own
+    shards: list[dict[str, Any]] = field(default_factory=list)  # the written shards: names and bytes of their tensors
+    on_shard: Callable[[], None] | None = None  # called after each shard
 
     def __post_init__(self) -> None:
         self._names = {name for shard in self.shards for name in shard["names"]}

@@ -33,19 +33,13 @@ __all__ = [
 
 @dataclass(frozen=True)
 class LoRASpec:
-    """The numbers of an adapter beside its two parameters.
+    """The numbers of an adapter beside its two parameters."""
 
-    Attributes:
-        rank: r.
-        scaling: multiplies B (A x).
-        dropout: probability with which a value of x is left out for A in training.
-        parts: P, the number of adapters that share the rows of W evenly: A (E, P r, K) has their A one after the other,
-            B (E, N, r) has each B at the adapter's rows. 1, or 2 if gate and up have an adapter each.
-    """
-
-    rank: int
-    scaling: float
-    dropout: float = 0.0
+    rank: int  # r
+    scaling: float  # multiplies B (A x)
+    dropout: float = 0.0  # probability with which a value of x is left out for A in training
+    # P, the number of adapters that share the rows of W evenly: A (E, P r, K) has their A one after the other, B (E, N,
+    # r) has each B at the adapter's rows. 1, or 2 if gate and up have an adapter each
     parts: int = 1
 
     def __str__(self) -> str:
@@ -88,21 +82,15 @@ def in_blocks(b: Tensor) -> Tensor:
 class LoRALinear(nn.Module):
     """A mixin that holds the adapters of a linear of experts, or of a dense linear (then E is 1).
 
-    Attributes:
-        lora_A: parameters (E, P r, K) by adapter's name; (1, P r, K) if the experts share it.
-        lora_B: parameters (E, N, r), or (1, N, r).
-        lora_specs: the settings of each adapter, by name.
-        lora_active: the adapters that `forward` adds.
-        lora_by_peft: True if a PeftModel says which adapters are active; else a loaded state dict says it.
-        lora_merged: the adapters merged into the weight; a state dict has the merged weight and their names only.
+    By adapter's name, `lora_A` has parameters (E, P r, K), `lora_B` (E, N, r); (1, ...) where the experts share it.
     """
 
     lora_A: nn.ParameterDict  # noqa: N815  (PEFT's names)
     lora_B: nn.ParameterDict  # noqa: N815
     lora_specs: dict[str, LoRASpec]
     lora_joined: str  # the active adapters' names: Thunder guards the value of a string, not the length of a tuple
-    lora_by_peft: bool
-    lora_merged: tuple[str, ...]
+    lora_by_peft: bool  # True if a PeftModel says which adapters are active; else a loaded state dict says it
+    lora_merged: tuple[str, ...]  # are in the weight; a state dict has the merged weight and their names only
     lora_unmerged: Tensor | PackedWeight | None  # the weight without the merged adapters
     num_experts: int
     in_features: int
@@ -110,6 +98,7 @@ class LoRALinear(nn.Module):
 
     @property
     def lora_active(self) -> tuple[str, ...]:
+        """Return the adapters that `forward` adds."""
         return tuple(self.lora_joined.split(".")) if self.lora_joined else ()
 
     @lora_active.setter

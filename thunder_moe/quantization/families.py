@@ -20,19 +20,14 @@ __all__ = ["ExpertFamily", "Quantization", "families_of", "register", "weight_ke
 
 @dataclass
 class Quantization:
-    """One call of `quantize_`, as the families' `convert` sees it.
+    """One call of `quantize_`, as the families' `convert` sees it."""
 
-    Attributes:
-        pack: quantizes (E, N, K), to the number format of the module that is converted.
-        layout: of the packed weights, as in `quantize_`.
-        memo: the results of the families, so that tied weights stay tied: by `weight_key` a packed weight, or in
-            `restore` a list of parameters. Families may add keys of their own.
-        packs: module -> `pack`, for modules of another format.
-    """
-
-    pack: Callable[[Tensor], PackedWeight]
-    layout: str
+    pack: Callable[[Tensor], PackedWeight]  # quantizes (E, N, K), to the number format of the module that is converted
+    layout: str  # of the packed weights, as in `quantize_`
+    # The results of the families, so that tied weights stay tied: by `weight_key` a packed weight, or in `restore` a
+    # list of parameters. Families may add keys of their own
     memo: dict[Any, Any] = field(default_factory=dict)
+    # Module -> `pack`, for modules of another format
     packs: Mapping[nn.Module, Callable[[Tensor], PackedWeight]] = field(default_factory=dict)
 
     def for_module(self, module: nn.Module) -> Quantization:

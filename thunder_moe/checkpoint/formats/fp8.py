@@ -23,15 +23,11 @@ COMPRESSED_TENSORS_FORMATS = ("float-quantized", "naive-quantized")
 
 @dataclass(frozen=True)
 class FP8:
-    """The scaling of a checkpoint's FP8 weights.
+    """The scaling of a checkpoint's FP8 weights."""
 
-    Attributes:
-        scalings: the allowed units of a scale: "tensor", "channel" (a row), or a block of (rows, columns).
-        alone: True if no weight of the checkpoint is 4-bit, by its config.
-    """
-
+    # The allowed units of a scale: "tensor", "channel" (a row), or a block of (rows, columns)
     scalings: frozenset[str | tuple[int, int]]
-    alone: bool
+    alone: bool  # True if no weight of the checkpoint is 4-bit, by its config
 
     def infos(self, module: Module) -> tuple[TensorInfo, TensorInfo]:
         """Return the weight and its scale, after a check of their dtypes and shapes."""

@@ -27,23 +27,14 @@ Read = Callable[[str], torch.Tensor]
 
 
 class CheckpointFormat(ABC):
-    """A form of checkpoints: how its config names the quantization, and how it stores packed weights.
+    """A form of checkpoints: how its config names the quantization, and how it stores packed weights."""
 
-    Attributes:
-        method: the quant_method of its config.
-        marker: the field that shows that a module is of this format.
-        fields: the names of codes, block scales and, in NVFP4, the scale of a whole tensor.
-        dtypes: their dtypes in the file.
-        number_format: of the weights that are read.
-        block: weights that share a scale in the file.
-    """
-
-    method: str
-    marker: str
-    fields: tuple[str, ...]
-    dtypes: tuple[tuple[str, ...], ...] = (("U8",), ("F8_E4M3",), FLOATS)
-    number_format: BlockFormat = NVFP4
-    block: int = BLOCK_SIZE
+    method: str  # the quant_method of its config
+    marker: str  # the field that shows that a module is of this format
+    fields: tuple[str, ...]  # the names of codes, block scales and, in NVFP4, the scale of a whole tensor
+    dtypes: tuple[tuple[str, ...], ...] = (("U8",), ("F8_E4M3",), FLOATS)  # their dtypes in the file
+    number_format: BlockFormat = NVFP4  # of the weights that are read
+    block: int = BLOCK_SIZE  # weights that share a scale in the file
 
     @abstractmethod
     def check(self, quantization: dict[str, Any]) -> None:

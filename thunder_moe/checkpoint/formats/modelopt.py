@@ -73,13 +73,7 @@ class ModelOpt(CheckpointFormat):
         With biases or alternating rows nobody reads that, so that they are written fused with all their global scales,
         which only this package reads. A warning names blocks whose gate and up have different global scales, because
         engines take the gate's for both. MXFP8 weights are written per expert; with alternating rows they are written
-        fused, which only this package reads.
-
-        Args:
-            path: of the block, "model.layers.0.mlp.experts".
-            weights: of the experts, in any layout of formats.layouts.
-            layout: of experts in checkpoints of the architecture.
-            warns: False if the tensors will not be written.
+        fused, which only this package reads. `warns` is False if the tensors will not be written.
 
         Raises:
             ValueError: the rows of one projection of one expert have several global scales, or the two weights have

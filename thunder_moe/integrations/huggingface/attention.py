@@ -197,19 +197,12 @@ def _mask_of_later_starts(given: dict[str, Any], starts: list[int]) -> Tensor:
 
 
 class _Roll(NamedTuple):
-    """Orders of the (B * Q) tokens of a prompt.
+    """Orders of the (B * Q) tokens of a prompt."""
 
-    Attributes:
-        version: the changes of the mask when it was made.
-        order: moves the texts to the left, and the padding in front of them to the end.
-        inverse: moves them back.
-        padding: the tokens in front of the texts.
-    """
-
-    version: int
-    order: Tensor
-    inverse: Tensor
-    padding: Tensor
+    version: int  # the changes of the mask when it was made
+    order: Tensor  # moves the texts to the left, and the padding in front of them to the end
+    inverse: Tensor  # moves them back
+    padding: Tensor  # the tokens in front of the texts
 
     def left(self, tokens: Tensor) -> Tensor:
         """Convert (B, H, Q, D) -> (B, H, Q, D)"""

@@ -79,16 +79,13 @@ class ModelNames:
 
     The `names` are the names of its tensors, its state dict if None. A value of None keeps the base model's prefix from
     being added or removed.
-
-    Attributes:
-        blocks: the experts modules of the model, by name.
-        converters: transformers' conversions of weights that are merged or split.
     """
 
     def __init__(self, model: Any, names: Mapping[str, Any] | None = None) -> None:
         conversions = getattr(model, "_weight_conversions", None)
         conversions = get_model_conversion_mapping(model) if conversions is None else conversions
         self.blocks = expert_blocks(model)
+        # Of weights that are merged or split.
         self.converters = [entry for entry in conversions if isinstance(entry, WeightConverter)]
         self._renamings = [entry for entry in conversions if isinstance(entry, WeightRenaming)]
         self._names: Any = model.state_dict() if names is None else names

@@ -22,16 +22,11 @@ class OtherMethods(nn.Module):
     names in the state dict, and isinstance holds. A new module in its place would lose the references of others, and
     a model that is one norm lacks a parent to put it into. A forward set on the instance would read the tensors of the
     module that it was made for even in a copy that got others (DataParallel's replicas).
-
-    Attributes:
-        own_class: the module's class without it.
-        prefix: of the name of a module's new class; "": that class has name and module of the module's own class.
-        added: names of the attributes that `take_off` deletes.
     """
 
-    own_class: type[nn.Module]
-    prefix = "Fused"
-    added: tuple[str, ...] = ()
+    own_class: type[nn.Module]  # the module's class without it
+    prefix = "Fused"  # of the new class's name; "": it has the name and the module of the module's own class
+    added: tuple[str, ...] = ()  # names of the attributes that `take_off` deletes
 
     @classmethod
     def put_on(cls, module: nn.Module, **attributes: Any) -> None:

@@ -51,21 +51,15 @@ _ALPHAS = {
 
 @dataclass(frozen=True)
 class GateKind:
-    """Describe what a gate computes of (..., 2I): a `SwiGLUConfig`, by attributes of the experts module.
+    """Describe what a gate computes of (..., 2I): a `SwiGLUConfig`, by attributes of the experts module."""
 
-    Attributes:
-        alpha: the value, or the attribute that has it; None for the one of ``act_fn``, if `alpha_of` knows that.
-        limit: the attribute that has it; None without a limit.
-        clamps_output: the limit is one of the activated gate, which is a `SwiGLUConfig` only if it is infinite.
-        up_shift: as in `SwiGLUConfig`.
-        interleaved: gate and up are the even and odd features, not the halves.
-    """
-
+    # The value, or the attribute that has it; None for the one of ``act_fn``, if `alpha_of` knows that
     alpha: float | str | None = None
-    limit: str | None = None
+    limit: str | None = None  # the attribute that has it; None without a limit
+    # The limit is one of the activated gate, which is a `SwiGLUConfig` only if it is infinite
     clamps_output: bool = False
-    up_shift: float = 0.0
-    interleaved: bool = False
+    up_shift: float = 0.0  # as in `SwiGLUConfig`
+    interleaved: bool = False  # gate and up are the even and odd features, not the halves
 
     def form(self, module: Any) -> SwiGLUConfig | None:
         """Return the `SwiGLUConfig` of an experts module; None if by its attributes it computes something else."""
@@ -99,23 +93,15 @@ GATES["transformers.integrations.moe", "_default_apply_gate"] = GateKind()
 
 @dataclass(frozen=True)
 class ExpertsForm:
-    """Describe the weight layout of an experts module and what it computes.
+    """Describe the weight layout of an experts module and what it computes."""
 
-    Attributes:
-        gated: the first projection is of gate and up; else of up alone, followed by ``act_fn``.
-        transposed: the weights are (E, in_features, out_features).
-        interleaved: gate and up are the even and odd output features, not the halves.
-        weight_on_input: the router's weights multiply the input, not the output.
-        swiglu: the fused form of the activation; None for one that only the module's own code computes.
-        post_norm: each expert's output goes through the module's ``post_expert_norm``.
-    """
-
-    gated: bool
-    transposed: bool
-    interleaved: bool
-    weight_on_input: bool
+    gated: bool  # the first projection is of gate and up; else of up alone, followed by ``act_fn``
+    transposed: bool  # the weights are (E, in_features, out_features)
+    interleaved: bool  # gate and up are the even and odd output features, not the halves
+    weight_on_input: bool  # the router's weights multiply the input, not the output
+    # The fused form of the activation; None for one that only the module's own code computes
     swiglu: SwiGLUConfig | None
-    post_norm: bool
+    post_norm: bool  # each expert's output goes through the module's ``post_expert_norm``
 
     def __str__(self) -> str:
         text = "own gate" if self.gated else "own activation"

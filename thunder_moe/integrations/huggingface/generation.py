@@ -152,33 +152,20 @@ def _reason_against(model: Any, config: Any, synced_gpus: bool, model_kwargs: di
 
 @dataclass
 class _State:
-    """The tensors of a decode step, at fixed addresses, and what runs it.
+    """The tensors of a decode step, at fixed addresses, and what runs it."""
 
-    Attributes:
-        cache: holds L tokens; its layers share `filled`, int64 (), the tokens that it holds.
-        token, position: (B, 1), the tokens that the next step reads, and their positions.
-        mask: (B, L), ones but for padding; None without padding.
-        seen: (B, V), the tokens of each text, for a repetition penalty.
-        length: (1,), the tokens of the longest text.
-        done: (B,), True for texts that have ended.
-        step: model, token, position, mask -> logits (B, V).
-        compilations: of the step, so far.
-        captured: the compilations and the addresses of the model's tensors that the graphs were captured with.
-        graphs: the step with the choice of a token, by the settings of the choice.
-    """
-
-    cache: Any
-    filled: Tensor
-    token: Tensor
-    position: Tensor
-    mask: Tensor | None
-    seen: Tensor
-    length: Tensor
-    done: Tensor
-    step: Callable[..., Tensor] = lambda *_: torch.empty(0)
-    compilations: int = 0
-    captured: Any = None
-    graphs: dict[Any, torch.cuda.CUDAGraph] = field(default_factory=dict)
+    cache: Any  # holds L tokens; its layers share `filled`
+    filled: Tensor  # int64 (), the tokens that it holds
+    token: Tensor  # (B, 1), the tokens that the next step reads
+    position: Tensor  # (B, 1), their positions
+    mask: Tensor | None  # (B, L), ones but for padding; None without padding
+    seen: Tensor  # (B, V), the tokens of each text, for a repetition penalty
+    length: Tensor  # (1,), the tokens of the longest text
+    done: Tensor  # (B,), True for texts that have ended
+    step: Callable[..., Tensor] = lambda *_: torch.empty(0)  # model, token, position, mask -> logits (B, V)
+    compilations: int = 0  # of the step, so far
+    captured: Any = None  # the compilations and the addresses of the model's tensors that the graphs were captured with
+    graphs: dict[Any, torch.cuda.CUDAGraph] = field(default_factory=dict)  # by the settings of the choice of a token
 
 
 class _Layer(StaticLayer):  # type: ignore[no-untyped-call]

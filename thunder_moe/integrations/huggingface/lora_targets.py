@@ -21,25 +21,15 @@ PREFIX = "base_model.model."  # of a PeftModel's names
 
 @dataclass(frozen=True)
 class Target:
-    """A 4-bit linear that can have an adapter.
+    """A 4-bit linear that can have an adapter."""
 
-    Attributes:
-        name: the name of the parameter of experts, or of the dense layer, in the 16-bit model.
-        path: the name of the linear in the quantized model.
-        linear: the linear.
-        experts: the name of the block of experts; "" for a dense layer.
-        module: the experts; None for a dense layer.
-        swapped: PEFT takes the weight (E, K, N) for (E, N, K), so that its A is our B (Llama 4).
-        interleaved: the rows of gate and up take turns.
-    """
-
-    name: str
-    path: str
-    linear: Any
-    experts: str = ""
-    module: NVFP4Experts | None = None
-    swapped: bool = False
-    interleaved: bool = False
+    name: str  # the name of the parameter of experts, or of the dense layer, in the 16-bit model
+    path: str  # the name of the linear in the quantized model
+    linear: Any  # the linear
+    experts: str = ""  # the name of the block of experts; "" for a dense layer
+    module: NVFP4Experts | None = None  # the experts; None for a dense layer
+    swapped: bool = False  # PEFT takes the weight (E, K, N) for (E, N, K), so that its A is our B (Llama 4)
+    interleaved: bool = False  # the rows of gate and up take turns
 
     @property
     def block(self) -> str:

@@ -103,18 +103,13 @@ class ThunderMoeQuantizer(PackedQuantizer):
 
 
 class _Load(ConversionOps):
-    """One call of ``from_pretrained``, and what transformers calls with the weights that it has merged for the model.
-
-    Attributes:
-        units: full name of each parameter that is to be quantized -> the modules that are replaced with it.
-        offloaded: modules that are out of the model until accelerate has dispatched it.
-    """
+    """One call of ``from_pretrained``; transformers calls it with the weights that it has merged for the model."""
 
     def __init__(self, model: Any, config: ThunderMoeConfig, device_map: Any, dtype: torch.dtype | None) -> None:
         refuse_parallel(model)
         self.model, self.config, self.device_map = model, config, device_map or {"": "cpu"}
-        self.units: dict[str, _Unit] = {}
-        self.offloaded: list[_Offloaded] = []
+        self.units: dict[str, _Unit] = {}  # by the full name of each parameter that is to be quantized
+        self.offloaded: list[_Offloaded] = []  # out of the model until accelerate has dispatched it
         with torch.inference_mode(False), torch.no_grad():
             names = {module: name for name, module in model.named_modules()}
             device_of: Any = lambda module: self.device(names[module])  # noqa: E731
@@ -193,20 +188,14 @@ class _Load(ConversionOps):
 
 
 class _Unit:
-    """Modules that are replaced at once: a layer's experts, or the linears of one weight.
-
-    Attributes:
-        waiting: full names of the parameters that are not loaded yet -> module and name there.
-        started: whether a weight of experts has been packed.
-        replaced: whether the modules are.
-        bytes_per_weight: of a packed weight with its share of a scale.
-    """
+    """Modules that are replaced at once: a layer's experts, or the linears of one weight."""
 
     def __init__(self, model: nn.Module, members: list[tuple[nn.Module, Target]], run: Quantization) -> None:
         self._model, self._members = model, members
         self._run = Quantization(run.pack, run.layout, packs=run.packs)  # with a memo of its own: see `pack_ahead`
-        self.bytes_per_weight = FORMATS[members[0][1].format].bits_per_weight / 8  # the members share it
-        self.started = self.replaced = False
+        self.bytes_per_weight = FORMATS[members[0][1].format].bits_per_weight / 8  # with its share of a scale
+        self.started = self.replaced = False  # a weight of experts has been packed; the modules have been replaced
+        # Full names of the parameters that are not loaded yet -> module and name there.
         self.waiting: dict[str, tuple[nn.Module, str]] = {}
         for module, place in members:
             names = (

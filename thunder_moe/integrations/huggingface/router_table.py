@@ -15,41 +15,27 @@ __all__ = ["ROUTERS", "RouterKind"]
 
 @dataclass(frozen=True)
 class RouterKind:
-    """Describe what the forward of a class computes of hidden states (T, H): logits, scores and ids.
+    """Describe what the forward of a class computes of hidden states (T, H): logits, scores and ids."""
 
-    Attributes:
-        score: as in `RouterConfig`.
-        normalize: as in `RouterConfig`, or the attribute of the router that says so.
-        epsilon: as in `RouterConfig`, where it normalizes.
-        least_sum: the router's attribute for it, if any.
-        scale: the router's attribute for it, if any.
-        group_best: as in `RouterConfig`, of `num_group` groups of which the best `topk_group` count; 0 without groups.
-        mask_to_zero: as in `RouterConfig`.
-        grouped_if: an attribute, and its value with which there are groups; None: there are always.
-        requires: an attribute, and its value with which the class computes this; None: it always does.
-        wide: the linear layer runs in float32.
-        logits_float: the logits are float32 behind a linear layer in the dtype of the hidden states.
-        scores_float: the scores are float32, else in the dtype of the hidden states.
-        bias: path of the correction bias in the module; "" where it is the second argument; None without one.
-        flattens: takes hidden states of more than two dimensions, too.
-        since: the version of transformers from which on the classes compute this.
-    """
-
-    score: str = "softmax"
-    normalize: bool | str = True
-    epsilon: float = 0.0
-    least_sum: str | None = None
-    scale: str | None = None
+    score: str = "softmax"  # as in `RouterConfig`
+    normalize: bool | str = True  # as in `RouterConfig`, or the attribute of the router that says so
+    epsilon: float = 0.0  # as in `RouterConfig`, where it normalizes
+    least_sum: str | None = None  # the router's attribute for it, if any
+    scale: str | None = None  # the router's attribute for it, if any
+    # As in `RouterConfig`, of `num_group` groups of which the best `topk_group` count; 0 without groups
     group_best: int = 0
-    mask_to_zero: bool = False
+    mask_to_zero: bool = False  # as in `RouterConfig`
+    # An attribute, and its value with which there are groups; None: there are always
     grouped_if: tuple[str, Any] | None = None
+    # An attribute, and its value with which the class computes this; None: it always does
     requires: tuple[str, Any] | None = None
-    wide: bool = False
-    logits_float: bool = False
-    scores_float: bool = False
+    wide: bool = False  # the linear layer runs in float32
+    logits_float: bool = False  # the logits are float32 behind a linear layer in the dtype of the hidden states
+    scores_float: bool = False  # the scores are float32, else in the dtype of the hidden states
+    # Path of the correction bias in the module; "" where it is the second argument; None without one
     bias: str | None = None
-    flattens: bool = True
-    since: tuple[int, int] = (5, 7)
+    flattens: bool = True  # takes hidden states of more than two dimensions, too
+    since: tuple[int, int] = (5, 7)  # the version of transformers from which on the classes compute this
 
     def form(self, router: Any) -> RouterConfig | None:
         """Return the form of a router, by its attributes; None where these say that it computes something else."""

@@ -32,24 +32,16 @@ class State(Protocol):
 
 @dataclass(frozen=True)
 class Choice:
-    """Describe how a call chooses its tokens.
+    """Describe how a call chooses its tokens."""
 
-    Attributes:
-        processes: functions of the scores (B, V) and the state, in transformers' order.
-        samples: draw from the distribution; else take the most likely token.
-        ends: ids of the tokens that end a text.
-        pad: the token of texts that have ended; None if no token ends one.
-        history: the texts' tokens that a repetition penalty leaves out, at the front of each: (B,), or one number for
-            all; None without a penalty, when nobody reads `seen`.
-        settings: equal for calls that choose alike.
-    """
-
-    processes: tuple[_Process, ...]
-    samples: bool
-    ends: tuple[int, ...]
-    pad: int | None
+    processes: tuple[_Process, ...]  # functions of the scores (B, V) and the state, in transformers' order
+    samples: bool  # draw from the distribution; else take the most likely token
+    ends: tuple[int, ...]  # ids of the tokens that end a text
+    pad: int | None  # the token of texts that have ended; None if no token ends one
+    # The texts' tokens that a repetition penalty leaves out, at the front of each: (B,), or one number for all; None
+    # without a penalty, when nobody reads `seen`
     history: Tensor | int | None
-    settings: Any
+    settings: Any  # equal for calls that choose alike
 
     def take(self, logits: Tensor, state: State) -> None:
         """Choose the next tokens from logits (B, V) in float32, and advance the state by them."""
