@@ -206,8 +206,7 @@ def write_configs(directory: Path, config: dict[str, Any]) -> None:
             scales[path] = files.read(f"{path}{_GLOBAL_SCALE}").item()
         elif module.is_mxfp8:
             scales[path] = None
-    fused = [name for name, info in files.infos.items() if name.endswith(_FUSED_GLOBAL_SCALE) and info.shape]
-    if fused:
+    if fused := [name for name, info in files.infos.items() if name.endswith(_FUSED_GLOBAL_SCALE) and info.shape]:
         words = "%s and %d more have a global scale for each expert, which only this package and its vLLM plugin read"
         logger.warning(words, fused[0], len(fused) - 1)
     for words in merge_conflicts(ignore, scales):

@@ -117,8 +117,7 @@ def add_lora_(
     names = Names.of_model(model)
     takes = Selector(names, filter, None)
     dense = linears if isinstance(linears, bool) else select("linears", linears, names)
-    adaptable = [name for name, module in model.named_modules(remove_duplicate=False) if is_adaptable(module)]
-    if adaptable:
+    if adaptable := [name for name, module in model.named_modules(remove_duplicate=False) if is_adaptable(module)]:
         require_matches("filter", filter, names, adaptable, "linear for an adapter")
         require_matches("linears", linears, names, adaptable, "linear for an adapter")
     chosen: dict[str, Any] = {}

@@ -209,8 +209,7 @@ def _dequantized(copy: nn.Module, name: str) -> nn.Module:
     """Return the "unit" of a copy of the part `name`, in 16 bits."""
     try:
         dequantize_(copy)
-        left = [where for where, part in copy.named_modules() if isinstance(part, PackedModule)]
-        if left:
+        if left := [where for where, part in copy.named_modules() if isinstance(part, PackedModule)]:
             raise ValueError(f"cannot replace {left}, which are customized")
     except ValueError as error:
         raise ValueError(f"{name or 'the model'}: {error}") from error

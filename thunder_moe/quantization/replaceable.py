@@ -113,8 +113,7 @@ def instance_customization(module: nn.Module) -> str | None:
         return f"its {_listed(module.parametrizations)} is parametrized"
     if any(vars(part).get("_sharding") is not None for part in module.modules()):  # parallel.shards
         return "its weight is cut over ranks: call it before parallelize_module"
-    hooks = {text: None for name, text in _HOOKS.items() if getattr(module, name, None)}
-    if hooks:
+    if hooks := {text: None for name, text in _HOOKS.items() if getattr(module, name, None)}:
         return f"it has {' and '.join(hooks)}"
     if vars(module).get("_compiled_call_impl") is not None:
         return "it was compiled by its own compile()"

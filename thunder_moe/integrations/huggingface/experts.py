@@ -139,8 +139,7 @@ class NVFP4Experts(nn.Module):
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
         """Load as every module does, but refuse adapters that PEFT made for the 16-bit experts, which PEFT would leave
         out with a warning."""
-        strange = [key for key in state_dict if key.startswith(prefix) and _OF_PEFT.match(key[len(prefix) :])]
-        if strange:
+        if strange := [key for key in state_dict if key.startswith(prefix) and _OF_PEFT.match(key[len(prefix) :])]:
             args[-1].append(
                 f"{strange[0]} and {len(strange) - 1} more: got adapters of PEFT's for 4-bit experts, wanted "
                 "load_peft_model of thunder_moe.integrations.huggingface.lora, which reads them"

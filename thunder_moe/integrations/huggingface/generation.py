@@ -130,8 +130,7 @@ def _reason_against(model: Any, config: Any, synced_gpus: bool, model_kwargs: di
         return "the model is an encoder and decoder"
     if not config.use_cache or config.prefill_chunk_size is not None:
         return "use_cache=False" if not config.use_cache else "prefill_chunk_size is set"
-    given = {name for name, value in model_kwargs.items() if value is not None} - _KNOWN_INPUTS
-    if given:
+    if given := {name for name, value in model_kwargs.items() if value is not None} - _KNOWN_INPUTS:
         return f"the model gets {', '.join(sorted(given))}"
     positions = model_kwargs.get("position_ids")
     if positions is not None and positions.ndim != 2:

@@ -159,8 +159,7 @@ def set_adapter_(
     """
     present = lora.lora_linears(model)
     lora.refuse_merged(present)
-    others = [path for path, linear in present.items() if adapter in linear.lora_specs and path not in found]
-    if others:
+    if others := [path for path, linear in present.items() if adapter in linear.lora_specs and path not in found]:
         raise ValueError(
             f"adapter: got {adapter!r}, which {others[0]} has ({len(others)} in all) and the files have not, wanted"
             " another name, or remove_lora_ before"

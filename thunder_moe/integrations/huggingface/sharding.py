@@ -113,8 +113,7 @@ def cut_(experts: NVFP4Experts, part: ExpertsPart, mesh: Any = None) -> None:
     second.narrow_(0, part.expert_rank, part.expert_ranks)
     second.narrow_(2, part.feature_rank, part.feature_ranks)
     for name, kept in (("gate_up_bias", rows), ("down_bias", [slice(None)])):
-        bias = getattr(experts, name)
-        if bias is not None:
+        if (bias := getattr(experts, name)) is not None:
             value = torch.cat([bias.detach()[own, each] for each in kept], 1)
             value = torch.zeros_like(value) if name == "down_bias" and part.feature_rank else value
             experts.register_parameter(name, nn.Parameter(value, requires_grad=bias.requires_grad))
