@@ -29,7 +29,7 @@ from thunder_moe.dense_names import is_read_by_code
 from thunder_moe.finetune.lora import ADAPTER_NAME, restore_adapters_
 from thunder_moe.formats.block_format import NVFP4, BlockFormat
 from thunder_moe.formats.weight import WEIGHTS, PackedWeight
-from thunder_moe.integrations.huggingface import attention, implementation, sharding  # noqa: F401  (entries in transformers)
+from thunder_moe.integrations.huggingface import attention, implementation, sharding  # noqa: F401  (two register)
 from thunder_moe.integrations.huggingface.checkpoint_names import ModelNames
 from thunder_moe.integrations.huggingface.configs import METHOD, ON_LOAD, NVFP4CheckpointConfig, ThunderMoeConfig
 from thunder_moe.integrations.huggingface.experts import NVFP4Experts, expert_weights
