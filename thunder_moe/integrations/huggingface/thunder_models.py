@@ -54,10 +54,6 @@ def _refuse(got: str) -> NoReturn:
     )
 
 
-def _refuse_new_cache(*args: Any, **kwargs: Any) -> NoReturn:
-    _refuse("got none, and the model makes a DynamicCache")
-
-
 def _checked(update: Any) -> Any:
     stock = same_code(update)
 
@@ -70,5 +66,5 @@ def _checked(update: Any) -> Any:
 
 _updates = [getattr(Cache, name, None) for name in _UPDATES]
 LOOKASIDES: dict[Any, Any] = {update: _checked(update) for update in _updates if update is not None}
-LOOKASIDES[DynamicCache.__init__] = _refuse_new_cache
+LOOKASIDES[DynamicCache.__init__] = lambda *_, **__: _refuse("got none, and the model makes a DynamicCache")
 LOOKASIDES |= {method: method for method in (_Variable.get, _Variable.set, _Variable.reset)}
