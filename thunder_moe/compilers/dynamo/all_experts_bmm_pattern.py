@@ -1,5 +1,5 @@
 """Finds blocks that run all experts on all tokens, as transformers' Llama 4 does, though its router chose a few.
-Called by rewrite.py; calls sites.py, and effects.py for the operations between the products.
+Called by rewrite.py; calls sites.py, and scopes.py for the operations between the products.
 
     scores = sigmoid(full(-inf).scatter(1, indices, values))               (T, E): 0 where the router did not choose,
     rows = (tokens.repeat(E, 1) * scores.T.reshape(-1, 1)).view(E, T, H)   so those rows are exactly 0,
@@ -12,12 +12,13 @@ Legend: T tokens, A = top_k, E experts, H hidden_size.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from torch import fx
 
 from thunder_moe.compilers.dynamo.effects import is_in_a_function_transform, storages_of
+from thunder_moe.compilers.dynamo.fused_moe_pattern import FusedMoE
 from thunder_moe.compilers.dynamo.nodes import (
     behind,
     calls,
@@ -32,33 +33,15 @@ from thunder_moe.compilers.dynamo.nodes import (
 from thunder_moe.compilers.dynamo.scopes import Scope
 from thunder_moe.compilers.dynamo.sites import Site, Weights, find_swiglu, site_of
 from thunder_moe.compilers.spellings import MismatchError, require
+from thunder_moe.compilers.swiglu import SwiGLU
 
-__all__ = ["AllExpertsBmm", "find_all_experts_bmm"]
+__all__ = ["find_all_experts_bmm"]
 
 _DENSE = "a batched product over all experts"
 
 
-@dataclass(frozen=True, eq=False)
-class AllExpertsBmm:
-    """The batched GEMMs of gate_up and down, and the nodes around them that have the operands of routed GEMMs."""
-
-    sites: tuple[Site, Site]
-    repeated: fx.Node  # ``tokens.repeat(E, 1)``
-    scatter: fx.Node  # the node that scatters the router's values to the experts that it chose
-    # the nodes that turn these values into factors of the rows, in order: casts and a sigmoid
-    scores: tuple[fx.Node, ...]
-    rows: fx.Node  # ``repeated * scores``; all nodes above come before it
-    total: fx.Node  # (T, H), the sum over the experts
-
-    @property
-    def operands(self) -> tuple[Any, Any, Any]:
-        """Return the current nodes of tokens (T, H), indices (T, A) and values (T, A), which a rewrite may replace."""
-        scattered = given(self.scatter)
-        return given(self.repeated)["input"], scattered["index"], scattered["value"]
-
-
-def find_all_experts_bmm(scope: Scope, weights: Weights) -> tuple[list[AllExpertsBmm], list[Site]]:
-    """Return (blocks to rewrite, all batched GEMMs whose weight is a parameter or buffer) of dynamo's graph."""
+def find_all_experts_bmm(scope: Scope, weights: Weights) -> tuple[list[FusedMoE], list[Site]]:
+    """Return (layers to rewrite, all batched GEMMs whose weight is a parameter or buffer) of dynamo's graph."""
     sites: dict[fx.Node, Site] = {}
     for node in scope.graph.nodes:
         if not calls(node, "bmm"):
@@ -69,7 +52,7 @@ def find_all_experts_bmm(scope: Scope, weights: Weights) -> tuple[list[AllExpert
             continue
         if weights.behind(scope, source, weight)[0] is not None:
             sites[node] = site_of(node, scope, source, weight, rows, weights)
-    blocks: list[AllExpertsBmm] = []
+    layers: list[FusedMoE] = []
     reasons: dict[fx.Node, str | None] = dict.fromkeys(sites, f"{_DENSE}, without a SwiGLU")
     swiglus = {swiglu.product: swiglu for swiglu in find_swiglu(scope, sites.values())}
     for second in sites.values():
@@ -81,15 +64,16 @@ def find_all_experts_bmm(scope: Scope, weights: Weights) -> tuple[list[AllExpert
         reason = next(declined, None)
         if reason is None:
             try:
-                blocks.append(_block(first, second, swiglu.replaced))
+                layers.append(_layer(scope, swiglu, second))
             except MismatchError as difference:
                 reason = f"{_DENSE}: {difference}"
         reasons |= dict.fromkeys((first.node, second.node), reason)
-    return blocks, [replace(site, reason=reasons[node]) if reasons[node] else site for node, site in sites.items()]
+    return layers, [replace(site, reason=reasons[node]) if reasons[node] else site for node, site in sites.items()]
 
 
-def _block(first: Site, second: Site, swiglu: frozenset[fx.Node]) -> AllExpertsBmm:
-    experts, hidden, nodes = first.gemm.experts, first.gemm.in_features, {second.node, *swiglu}
+def _layer(scope: Scope, swiglu: SwiGLU, second: Site) -> FusedMoE:
+    (first,) = swiglu.sites
+    experts, hidden, nodes = first.gemm.experts, first.gemm.in_features, {second.node, *swiglu.replaced}
     require(
         second.gemm.out_features == hidden, f"its results have {second.gemm.out_features} columns, its rows {hidden}"
     )
@@ -105,36 +89,19 @@ def _block(first: Site, second: Site, swiglu: frozenset[fx.Node]) -> AllExpertsB
     chain, scatter = _score_nodes(scores)
     indices, values = _scattered(scatter, experts)
     top_k = tensor(indices, 2, tokens.shape[0]).shape[1]
-    tensor(values, 2, tokens.shape[0], top_k)
-    block = AllExpertsBmm((first, second), repeated, scatter, tuple(chain), rows, total)
-    reason = _reason_against_routing(block, {repeated, scatter, rows, total, *chain, *inner, *nodes})
-    require(reason is None, str(reason))
-    return block
-
-
-def _reason_against_routing(block: AllExpertsBmm, replaced: set[fx.Node]) -> str | None:
-    """Return why routed GEMMs, which read tokens, experts and values at `block.rows`, may not replace some nodes."""
-    scope = block.sites[0].scope
-    program, position = scope.program, scope.positions
-    tokens, indices, values = block.operands
-    positions = {position[node] for node in replaced}
-
-    def change(first: int, last: int, operand: Any, name: str) -> str | None:
-        names = dict.fromkeys(storages_of(value_of(operand)), name)
-        return program.reason_against_reading_later(first, last, names, positions)
-
-    place, end = position[block.rows], len(program.steps)
-    handed_on = storages_of([value_of(node) for node in replaced - {block.total}])
-    # The backward computes the products again, from the tokens.
-    differentiable = any(scope.modes[node] and value_of(node).requires_grad for node in (tokens, values))
-    return (
-        program.reason_against_fusing(positions, dict.fromkeys(handed_on, "an intermediate"))
-        or change(position[block.repeated], place, tokens, "the tokens")
-        or change(position[block.scatter], place, values, "the router's choice")
-        # The values belong to k different experts, like a top-k's.
-        or change(position[given(indices)["input"]], place, indices, "the experts")
-        or (change(place, end, tokens, "the tokens") if differentiable else None)
+    weights = tensor(values, 2, tokens.shape[0], top_k)
+    nodes |= {repeated, scatter, rows, total, *chain, *inner}
+    # The values belong to k different experts, like a top-k's.
+    chosen, scattered = scope.positions[given(indices)["input"]], scope.positions[scatter]
+    names = dict.fromkeys(storages_of(value_of(indices)), "the experts")
+    reason = scope.program.reason_against_reading_later(chosen, scattered, names) or scope.reason_against_fusing(
+        nodes,
+        total,
+        {"the tokens": given(repeated)["input"], "the experts": indices, "the router's choice": values},
+        again=tokens.requires_grad or weights.requires_grad,
     )
+    require(reason is None, str(reason))
+    return FusedMoE(swiglu, second, repeated, scatter, scatter, top_k, True, total, nodes, tuple(chain))
 
 
 def _tokens_times_scores(rows: Any, experts: int, passed: set[fx.Node]) -> tuple[fx.Node, fx.Node]:

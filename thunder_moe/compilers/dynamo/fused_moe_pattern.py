@@ -55,17 +55,18 @@ class FusedMoE:
     down: Site  # the last product
     tokens: Any = None  # node whose input are the tokens (T, H)
     ids: Any = None  # node whose index or else input are the experts (M,) of the slots t * A + a
-    weights: Any = None  # node whose input are the weights of the slots (M,)
+    weights: Any = None  # node whose value or else input are the weights of the slots (M,)
     top_k: int = 0  # A
     on_input: bool = False  # the weights multiply the rows of tokens, not the results
     total: Any = None  # node of (T, H), which the operator replaces
     nodes: set[fx.Node] = field(default_factory=set)  # all nodes that it consists of
+    scores: tuple[fx.Node, ...] = ()  # the nodes that make these weights of what `weights` has, in order
 
     @property
     def operands(self) -> tuple[Any, Any, Any]:
         """Return the current nodes of tokens, ids and weights, which another rewrite may have replaced."""
         tokens, ids, weights = map(given, (self.tokens, self.ids, self.weights))
-        return tokens.get("input"), ids.get("index", ids.get("input")), weights.get("input")
+        return tokens.get("input"), ids.get("index", ids.get("input")), weights.get("value", weights.get("input"))
 
 
 def find_fused_moe(scope: Scope, blocks: list[SwiGLU], sites: list[Site]) -> list[FusedMoE]:

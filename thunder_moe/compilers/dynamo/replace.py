@@ -21,7 +21,6 @@ from typing import Any
 import torch
 from torch import fx
 
-from thunder_moe.compilers.dynamo.all_experts_bmm_pattern import AllExpertsBmm
 from thunder_moe.compilers.dynamo.effects import storages_of
 from thunder_moe.compilers.dynamo.fused_moe_pattern import FusedMoE
 from thunder_moe.compilers.dynamo.inputs import WeightInput
@@ -40,7 +39,6 @@ from thunder_moe.ops import (  # noqa: F401  (registers the operators)
 __all__ = [
     "add_inputs",
     "erase",
-    "replace_all_experts_bmm",
     "replace_fused_moe",
     "replace_gathered_bmm",
     "replace_gemm",
@@ -144,28 +142,22 @@ def _int32(graph: fx.Graph, offsets: fx.Node) -> fx.Node:
 
 
 def replace_fused_moe(layer: FusedMoE, gate_up: WeightInput, down: WeightInput) -> None:
-    """Replace a layer's experts by one operator."""
+    """Replace a layer's experts by one operator, without biases and an order of rows."""
     scope, graph = layer.down.scope, layer.down.scope.graph
-    tokens, *of_slots = layer.operands
+    tokens, ids, weights = layer.operands
+    options: dict[str, Any] = dict(gate_up_layout=gate_up.layout, down_layout=down.layout)
+    options = dict(weight_on_input=True, **options) if layer.on_input else options
     with graph.inserting_before(layer.total):
-        ids, weights = (graph.call_method("view", (node, (-1, layer.top_k))) for node in of_slots)
-        out = _experts(graph, (tokens, ids, weights), gate_up, down, on_input=layer.on_input)
+        for step in layer.scores:
+            value = value_of(weights)
+            weights = graph.create_node(step.op, step.target, (weights, *step.args[1:]), step.kwargs)
+            weights.meta["example_value"] = value.new_empty(value.shape, dtype=value_of(step).dtype)
+        ids, weights = (graph.call_method("view", (node, (-1, layer.top_k))) for node in (ids, weights))
+        arguments = (tokens, ids, weights, *gate_up.nodes, *down.nodes, *(None,) * 5)
+        out = graph.call_function(gate_up.operator("moe_experts"), arguments, options)
     replace_node(scope, layer.total, out)
     for node in sorted(layer.nodes, key=scope.positions.__getitem__, reverse=True):
         erase(scope, node)
-
-
-def replace_all_experts_bmm(block: AllExpertsBmm, gate_up: WeightInput, down: WeightInput) -> None:
-    """Replace batched GEMMs over all experts by GEMMs of the experts that the router chose."""
-    scope = block.sites[0].scope
-    tokens, ids, weights = block.operands
-    with scope.graph.inserting_before(block.rows):
-        for step in block.scores:
-            value, arguments = value_of(weights), step.args[1:]
-            weights = scope.graph.create_node(step.op, step.target, (weights, *arguments), step.kwargs)
-            weights.meta["example_value"] = value.new_empty(value.shape, dtype=value_of(step).dtype)
-        out = _experts(scope.graph, (tokens, ids, weights), gate_up, down, on_input=True)
-    replace_node(scope, block.total, out)
 
 
 def replace_gathered_bmm(orders: dict[fx.Node, list[fx.Node]], call: Site | SwiGLU, *packed: WeightInput) -> None:
@@ -194,16 +186,6 @@ def replace_gathered_bmm(orders: dict[fx.Node, list[fx.Node]], call: Site | SwiG
         arguments = (rows, *packed[-1].nodes, offsets, slot_row)
         out = graph.call_function(packed[-1].operator("grouped_mm_combine"), arguments, packed[-1].options)
     replace_node(last.scope, last.node, out)
-
-
-def _experts(
-    graph: fx.Graph, operands: tuple[Any, ...], gate_up: WeightInput, down: WeightInput, *, on_input: bool
-) -> fx.Node:
-    """Add the operator of a layer's experts on tokens, ids and weights, without biases and an order of rows."""
-    options: dict[str, Any] = dict(gate_up_layout=gate_up.layout, down_layout=down.layout)
-    options = dict(weight_on_input=True, **options) if on_input else options
-    arguments = (*operands, *gate_up.nodes, *down.nodes, *(None,) * 5)
-    return graph.call_function(gate_up.operator("moe_experts"), arguments, options)
 
 
 # ---- nodes

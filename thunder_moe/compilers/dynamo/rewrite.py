@@ -19,18 +19,17 @@ import torch
 from torch import Tensor, fx
 
 from thunder_moe.compilers.dynamo.add_norm import fuse_add_norms
-from thunder_moe.compilers.dynamo.all_experts_bmm_pattern import AllExpertsBmm, find_all_experts_bmm
+from thunder_moe.compilers.dynamo.all_experts_bmm_pattern import find_all_experts_bmm
 from thunder_moe.compilers.dynamo.attention import find_repeated_attention, group_heads, take_causal_masks
 from thunder_moe.compilers.dynamo.decode_attention import fuse_decode_attention
 from thunder_moe.compilers.dynamo.expert_ids import remove_noop_masks
-from thunder_moe.compilers.dynamo.fused_moe_pattern import find_fused_moe
+from thunder_moe.compilers.dynamo.fused_moe_pattern import FusedMoE, find_fused_moe
 from thunder_moe.compilers.dynamo.gathered_bmm_pattern import find_gathered_bmm
 from thunder_moe.compilers.dynamo.inputs import Rewritten, WeightInput, memory_of_inputs
 from thunder_moe.compilers.dynamo.nodes import operator_of, value_of
 from thunder_moe.compilers.dynamo.prefetch import prefetch_operands
 from thunder_moe.compilers.dynamo.replace import (
     add_inputs,
-    replace_all_experts_bmm,
     replace_fused_moe,
     replace_gathered_bmm,
     replace_gemm,
@@ -96,8 +95,8 @@ def rewrite(
     programs = [scope.program for scope in scopes]  # before anything is replaced
     memory = memory_of_inputs(root, weights) if any(plan.rewrites for plan in plans) else {}
     for plan in plans:
-        for block in plan.routed:
-            replace_all_experts_bmm(block, *packing.inputs_of(*block.sites))
+        for layer in plan.routed:
+            replace_fused_moe(layer, *packing.inputs_of(layer.first, layer.down))
     # After this, the router of experts that ran on all tokens looks like any other.
     seen = (scope.after_rewrite() if plan.routed else scope for scope, plan in zip(scopes, plans, strict=True))
     routers = [found for scope in seen for found in find_routers(scope)]
@@ -205,7 +204,7 @@ class _Plan:
     """The decisions on one graph; `routed` are replaced before the others."""
 
     sites: list[Site]
-    routed: list[AllExpertsBmm]
+    routed: list[FusedMoE]
     replacements: list[_Replacement]
     decisions: list[Decision]
 
@@ -223,12 +222,13 @@ def _plan(scope: Scope, weights: Weights) -> _Plan:
     routed, dense = find_all_experts_bmm(scope, weights)
     around, selected, products = find_gathered_bmm(scope, weights)
     whole = find_fused_moe(scope, [*blocks, *around], eligible)
-    layers = [*((*layer.first.sites, layer.down) for layer in whole), *(block.sites for block in routed)]
+    layers = [(*layer.first.sites, layer.down) for layer in (*whole, *routed)]
     for experts in layers:
         common_format(*(site.gemm for site in experts))
     in_layers = {site for experts in layers for site in experts}
     trained = [site for site in sites if site.reason is not None and _trains(site)]
-    first = {site for block in (*blocks, *around) for site in block.sites} | {block.sites[0] for block in routed}
+    swiglus = [*blocks, *around, *(layer.first for layer in routed)]
+    first = {site for block in swiglus for site in block.sites}
     blocks, around = ([block for block in each if block.sites[0] not in in_layers] for each in (blocks, around))
     fused = {site for block in blocks for site in (*block.sites, block.down)}
     alone = [site for site in eligible if site not in fused | in_layers]
