@@ -68,10 +68,8 @@ class Program:
         """Return why one operator may not run in the place of some steps, anywhere between the first and the last.
 
         Args:
-            replaced: positions of the steps that it replaces, the place of insertion among them. The caller, who knows
-                what they compute, is responsible for their own writes.
-            storages: the tensors that it reads instead of them (and that they hand to each other), storage -> "the
-                rows".
+            replaced: positions of the steps. The caller, who knows what they compute, is responsible for their writes.
+            storages: the tensors that it reads instead of them (and that they hand to each other), storage -> "rows".
             saved: the tensors that it reads again in its backward, but the steps do not in theirs.
             differentiated: the positions in `replaced` that gradients pass; None: all.
         """

@@ -1,5 +1,6 @@
 """Moves a residual's sum and its RMS norm into the dense layer or the router behind them, in graphs of few tokens.
-Called by rewrite.py and huggingface/generation.py; calls norms.py, and kernels/cuda for what is served.
+Called by rewrite.py, huggingface/generation.py, and decode_attention.py, which asks for norms; calls kernels/cuda for
+what is served.
 
     total = x + residual
     rows = norm(total) * weight
@@ -12,14 +13,14 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
 from thunder_moe.compilers.dynamo.effects import is_wrapped
-from thunder_moe.compilers.dynamo.nodes import behind, calls, given, operator_of, same, value_of
-from thunder_moe.compilers.dynamo.norms import Norm, norm_of
+from thunder_moe.compilers.dynamo.nodes import behind, calls, given, in_both_orders, operator_of, same, value_of
 from thunder_moe.compilers.dynamo.scopes import Scope
 from thunder_moe.compilers.spellings import MismatchError, require
 from thunder_moe.formats.block_format import BLOCK_FORMATS, BlockFormat
@@ -30,7 +31,7 @@ from thunder_moe.kernels.specs import GemmSpec, WeightSpec
 from thunder_moe.ops import add_norm  # noqa: F401  (registers the operators)
 from thunder_moe.routing import RouterConfig
 
-__all__ = ["fuse_add_norms"]
+__all__ = ["fuse_add_norms", "is_number", "norm_of"]
 
 _OPS: Any = torch.ops.thunder_moe
 _LAYERS: dict[Any, BlockFormat] = {
@@ -39,12 +40,8 @@ _LAYERS: dict[Any, BlockFormat] = {
 
 
 def fuse_add_norms(scopes: Sequence[Scope], *, on_any_device: bool = False) -> int:
-    """Rewrite graphs as dynamo gives them; return the number of norms that became a part of the kernel behind them.
-
-    Args:
-        scopes: `scopes_of` the graph; they are out of date if the number is not 0.
-        on_any_device: True to rewrite for devices without a kernel that does it all, too.
-    """
+    """Rewrite a graph; return the number of norms that became a part of the kernel behind them, as one kernel of the
+    device or `on_any_device`. The scopes are out of date if it is not 0."""
     count = 0
     for scope in scopes:
         _ = scope.program  # as the graph is before it is rewritten
@@ -168,3 +165,45 @@ def _replace(
             total = in_shape(part(result, 1, examples[1]), whole.shape)
             node.replace_all_uses_with(part(result, 0, value))
     norm.source.replace_all_uses_with(total, delete_user_cb=lambda user: user not in own)
+
+
+@dataclass(frozen=True)
+class Norm:
+    """weight * (x.float() / rms(x)).to(dtype), over the last dimension."""
+
+    source: Any  # x
+    weight: Any  # of the last dimension's size, in the dtype of x
+    epsilon: float  # added to the mean of squares
+    nodes: frozenset[Any]  # the nodes from behind x to the product
+
+
+def norm_of(node: Any) -> Norm | None:
+    """Return the norm whose result a node is; None for other nodes."""
+    for weight, scaled in in_both_orders(node, "mul"):
+        value = value_of(weight)
+        if not isinstance(value, Tensor) or not calls(scaled, "cast"):
+            continue
+        product = given(scaled)["input"]
+        for wide, factor in in_both_orders(product, "mul"):
+            if not calls(wide, "cast") or not calls(factor, "rsqrt"):
+                continue
+            total = given(factor)["input"]
+            summed = given(total) if calls(total, "add") else {}
+            mean = summed.get("input")
+            square = given(mean).get("input") if calls(mean, "mean") else None
+            named = given(square) if calls(square, "pow") else {}
+            source = given(wide)["input"]
+            right = named.get("input") is wide and named.get("exponent") == 2
+            right = right and given(mean).get("dim") in (-1, [-1], (-1,)) and given(mean).get("keepdim") is True
+            right = right and same(value.shape, value_of(source).shape[-1:])
+            same_dtype = value_of(scaled).dtype == value_of(source).dtype == value.dtype
+            right = right and value_of(wide).dtype == value_of(factor).dtype == torch.float32
+            if right and same_dtype and is_number(summed.get("other")):
+                nodes = frozenset({node, scaled, product, wide, factor, total, mean, square})
+                return Norm(source, weight, float(summed["other"]), nodes)
+    return None
+
+
+def is_number(value: Any) -> bool:
+    """True for a Python number, and False for a truth value."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool)

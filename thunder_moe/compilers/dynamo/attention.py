@@ -1,5 +1,5 @@
 """Takes causal masks from attention, and finds masked attention that repeats keys and values for heads that share them.
-Called by rewrite.py and decode_attention.py; calls causal_masks.py, scopes.py, and kernels/attention.py.
+Called by rewrite.py and decode_attention.py; calls scopes.py, effects.py and kernels/attention.py.
 
     sdpa(q, keys, values, mask) = sdpa(q, keys, values, is_causal=True)       if the mask hides later keys alone
 
@@ -14,15 +14,16 @@ Legend: B batch, Hkv key heads, G query heads that share one, Q new tokens, L ke
 
 from __future__ import annotations
 
+import operator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, fx
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 
-from thunder_moe.compilers.dynamo.causal_masks import is_causal_mask
-from thunder_moe.compilers.dynamo.effects import is_in_a_function_transform
+from thunder_moe.compilers.dynamo.effects import grad_modes, is_in_a_function_transform, program_of, storages_of
 from thunder_moe.compilers.dynamo.nodes import calls, given, same, source_of, user_line, value_of
 from thunder_moe.compilers.dynamo.scopes import Scope
 from thunder_moe.compilers.report import AttentionEntry
@@ -42,32 +43,18 @@ class _Repeat:
 
 @dataclass(frozen=True, eq=False)
 class RepeatedAttention:
-    """Attention whose keys and values are repeated.
-
-    Attributes:
-        node: the call of scaled_dot_product_attention.
-        scope: the graph that it is in.
-        key: the repeated keys.
-        value: the repeated values.
-        by_cudnn: True if cuDNN is going to group the heads.
-        entry: its entry in the report.
-    """
+    """A call of scaled_dot_product_attention whose keys and values are repeated."""
 
     node: fx.Node
-    scope: Scope
+    scope: Scope  # the graph that it is in
     key: _Repeat
     value: _Repeat
-    by_cudnn: bool
-    entry: AttentionEntry
+    by_cudnn: bool  # True if cuDNN is going to group the heads
+    entry: AttentionEntry  # its entry in the report
 
 
 def take_causal_masks(scope: Scope, *, on_any_device: bool) -> None:
-    """Replace masks that are the causal one in every call by ``is_causal=True``, which takes less than half the time.
-
-    Args:
-        scope: the scope of a graph as dynamo gives it to a backend, with example values.
-        on_any_device: True to do so on other devices than CUDA, too.
-    """
+    """Replace masks that are causal in every call by ``is_causal=True`` (half the time) on CUDA, or `on_any_device`."""
     causal: dict[fx.Node, bool] = {}
     for node in scope.graph.nodes if scope.refusal is None else ():
         named = given(node) if calls(node, "attention") else {}
@@ -80,19 +67,66 @@ def take_causal_masks(scope: Scope, *, on_any_device: bool) -> None:
         if not same(query.shape[-2], key.shape[-2]) or not (on_any_device or query.device.type == "cuda"):
             continue
         if mask not in causal:
-            causal[mask] = is_causal_mask(mask)
+            causal[mask] = _is_causal_mask(mask)
         if causal[mask]:
             node.args = tuple(named.pop(name) for name in ("query", "key", "value"))
             node.kwargs = {**named, "is_causal": True}
 
 
-def find_repeated_attention(scope: Scope, *, on_any_device: bool) -> list[RepeatedAttention]:
-    """Return the attention of a graph whose keys and values are repeated.
+# What masks are made of: same inputs, same numbers. All functions are torch's or the operators of Python.
+_PURE = {
+    "add", "and_", "arange", "cumsum", "diff", "eq", "expand", "floordiv", "ge", "getitem", "gt", "le", "lt", "ne",
+    "new_ones", "ones", "or_", "reshape", "sub", "to", "tril", "unsqueeze", "view", "zeros",
+}  # fmt: skip
+_MOST = 2**30  # elements of the mask: a few GB of memory while the graph is compiled
 
-    Args:
-        scope: the scope of a graph as dynamo gives it to a backend, with example values.
-        on_any_device: True to rewrite attention on other devices than CUDA, too.
-    """
+
+def _is_causal_mask(mask: fx.Node) -> bool:
+    """True if a mask is (B, H, Q, L), bool, and lets query i read the keys 0 to i alone, in all calls of the graph.
+
+    A mask that is computed from sizes alone is the same in all calls: it is computed here, once. So transformers asks
+    of each prompt without a cache where other texts begin in its `position_ids`, although it has made them by arange
+    itself."""
+    value = value_of(mask)
+    if not isinstance(value, Tensor) or value.dtype != torch.bool or value.ndim != 4 or value.device.type == "meta":
+        return False
+    nodes = _made_from_sizes(mask)
+    if nodes is None or value.numel() > _MOST:
+        return False
+    graph = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {}
+    for node in nodes:
+        copies[node] = graph.node_copy(node, copies.__getitem__)
+    graph.output(copies[mask])
+    with unset_fake_temporarily(), torch.no_grad():
+        made = fx.Interpreter(fx.GraphModule({}, graph)).run()
+        causal = torch.ones(made.shape[2:], dtype=torch.bool, device=made.device).tril()
+        return torch.equal(made, causal.expand_as(made))
+
+
+def _made_from_sizes(mask: fx.Node) -> list[fx.Node] | None:
+    """Return the nodes that compute a mask, in order; None if it depends on an input, or if any node changes it."""
+    needed, waiting = set[fx.Node](), [mask]
+    while waiting:
+        node = waiting.pop()
+        if node in needed:
+            continue
+        value, target = value_of(node), node.target
+        name = str(target if node.op == "call_method" else getattr(target, "__name__", ""))
+        known = node.op == "call_method" or target in (getattr(torch, name, None), getattr(operator, name, None))
+        if name not in _PURE or not known or not isinstance(value, Tensor):
+            return None
+        needed.add(node)
+        waiting += node.all_input_nodes
+    storages = storages_of([value_of(node) for node in needed])
+    program = program_of(mask.graph, grad_modes(mask.graph, True), value_of, {})
+    if program.writer(storages) is not None:
+        return None
+    return [node for node in mask.graph.nodes if node in needed]
+
+
+def find_repeated_attention(scope: Scope, *, on_any_device: bool) -> list[RepeatedAttention]:
+    """Return the attention of a graph that repeats keys and values, to be grouped on CUDA, or `on_any_device`."""
     found = []
     for node in scope.graph.nodes:
         if not calls(node, "attention"):
@@ -119,7 +153,7 @@ def find_repeated_attention(scope: Scope, *, on_any_device: bool) -> list[Repeat
 
 
 def group_heads(found: RepeatedAttention) -> fx.Node:
-    """Add what computes the call of one of `find_repeated_attention`, for the caller to put in its place."""
+    """Add what computes repeated attention, for the caller to put in its place."""
     node, graph = found.node, found.scope.graph
     named = given(node)
     options: dict[str, Any] = {name: named[name] for name in ("attn_mask", "dropout_p", "scale") if name in named}

@@ -14,8 +14,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from thunder_moe.compilers.dynamo.inputs import Rewritten
-from thunder_moe.compilers.dynamo.local_shards import local_inputs, take_local_shards
+from thunder_moe.compilers.dynamo.inputs import Rewritten, local_inputs, take_local_shards
 from thunder_moe.compilers.dynamo.nodes import traced_frame
 from thunder_moe.compilers.dynamo.rewrite import rewrite
 from thunder_moe.compilers.dynamo.scopes import copy_of
@@ -47,11 +46,9 @@ def compile_graph(
     """Rewrite a graph, compile the result, and return the callable that runs in place of the graph.
 
     Args:
-        gm, example_inputs, dynamic: as torch.compile hands them to a backend.
         compile_: compiles the rewritten graph for some inputs, and later perhaps the original one.
         owner: to whom `rewrite_report` attributes the graph.
-        format, option: the number format of the weights, or a function that names one; the option that gave it.
-        attention: as `rewrite` takes it.
+        format, option: as `choosing_format` takes them; `attention` as `rewrite` does.
         note: what the report adds to the reason of each GEMM that is rewritten.
     """
     gm, examples, local = take_local_shards(gm, example_inputs)

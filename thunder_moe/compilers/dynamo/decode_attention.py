@@ -1,6 +1,6 @@
 """Finds the attention of one new token behind a static cache, and replaces it by the operator `decode_attention`.
-Called by rewrite.py and huggingface/generation.py; calls scopes.py, norms.py, and kernels/cuda/decode_attention.py for
-what is served.
+Called by rewrite.py and huggingface/generation.py; calls scopes.py, add_norm.py for norms, and
+kernels/cuda/decode_attention.py for what is served.
 
     q, k, v = heads of the projections                               (B, 1, heads, D)
     q, k = norm(q) * weight, norm(k) * weight                        RMS norm of each head; may be missing
@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from thunder_moe.compilers.dynamo.add_norm import is_number, norm_of
 from thunder_moe.compilers.dynamo.attention import behind_repeat
 from thunder_moe.compilers.dynamo.effects import is_wrapped, storages_of
 from thunder_moe.compilers.dynamo.nodes import (
@@ -37,7 +38,6 @@ from thunder_moe.compilers.dynamo.nodes import (
     value_of,
 )
 from thunder_moe.compilers.dynamo.nodes import tensor as tensor_of
-from thunder_moe.compilers.dynamo.norms import is_number, norm_of
 from thunder_moe.compilers.dynamo.scopes import Scope
 from thunder_moe.compilers.report import AttentionEntry
 from thunder_moe.compilers.spellings import MismatchError, require
@@ -49,28 +49,18 @@ __all__ = ["fuse_decode_attention"]
 
 @dataclass(eq=False)
 class _Heads:
-    """Heads (B, 1, heads, D) of a projection, and what becomes of them before they are attended to.
+    """Heads (B, 1, heads, D) of a projection, and what becomes of them before they are attended to."""
 
-    Attributes:
-        source: the projection.
-        norm: the weight (D,) of the norm, and epsilon; None without one.
-        angles: cos and sin (B or 1, 1, 1, D); None without a rotary embedding.
-        nodes: the nodes behind the projection.
-    """
-
-    source: Any
-    norm: tuple[Any, float] | None = None
-    angles: tuple[Any, Any] | None = None
-    nodes: set[Any] = field(default_factory=set)
+    source: Any  # the projection
+    norm: tuple[Any, float] | None = None  # the weight (D,) of the norm, and epsilon
+    angles: tuple[Any, Any] | None = None  # cos and sin (B or 1, 1, 1, D) of a rotary embedding
+    nodes: set[Any] = field(default_factory=set)  # the nodes behind the projection
 
 
 def fuse_decode_attention(scopes: Sequence[Scope], *, on_any_device: bool = False) -> list[AttentionEntry]:
-    """Replace the attention of new tokens in graphs as dynamo gives them; return the report's entry of each.
+    """Replace the attention of new tokens where a kernel serves it, or `on_any_device`; return the report's entries.
 
-    Args:
-        scopes: `scopes_of` the graph; they are out of date if an entry is returned.
-        on_any_device: True to rewrite on other devices than CUDA devices with a kernel, too.
-    """
+    The scopes are out of date if there are any."""
     found = []
     for scope in scopes:
         once: dict[fx.Node, fx.Node] = {}

@@ -1,5 +1,6 @@
-"""Maps the inputs of dynamo's graph to the rewritten graph's, at each call: packed weights replace 16-bit ones.
-Made by rewrite.py, called by compiled_graph.py; calls weight_cache.py, which packs.
+"""Maps the inputs of dynamo's graph to the rewritten graph's, at each call: packed weights replace 16-bit ones,
+and local tensors replace DTensors.
+Made by rewrite.py, called by compiled_graph.py; calls weight_cache.py, which packs, and scopes.py.
 """
 
 from __future__ import annotations
@@ -15,12 +16,12 @@ from torch import Tensor, fx
 
 from thunder_moe import weight_cache
 from thunder_moe.compilers.dynamo.effects import storages_of
-from thunder_moe.compilers.dynamo.local_shards import local_inputs
-from thunder_moe.compilers.dynamo.scopes import Scope
+from thunder_moe.compilers.dynamo.nodes import static_example, value_of
+from thunder_moe.compilers.dynamo.scopes import Scope, copy_of
 from thunder_moe.compilers.dynamo.sites import Weights
 from thunder_moe.kernels.slow_paths import warn_once
 
-__all__ = ["Rewritten", "WeightInput", "memory_of_inputs"]
+__all__ = ["Rewritten", "WeightInput", "local_inputs", "memory_of_inputs", "take_local_shards"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -150,3 +151,45 @@ def _storages_of(value: Any) -> Collection[int]:
 
 def _given(weights: Sequence[int | Tensor], inputs: Sequence[Any]) -> list[Tensor]:
     return [inputs[weight] if isinstance(weight, int) else weight for weight in weights]
+
+
+# ---- DTensors: of the weights of `thunder_moe.parallel` the graph reads ``to_local()`` alone. The local tensor in the
+# place of one is a plain weight to the rewrite, and to compilers that know no DTensors.
+
+
+def take_local_shards(
+    gm: fx.GraphModule, inputs: Sequence[Any]
+) -> tuple[fx.GraphModule, Sequence[Any], frozenset[int]]:
+    """Return a graph that takes local tensors, its example inputs, and the positions of these tensors.
+
+    They replace DTensors if the graph reads nothing of them but ``to_local()``. Without such DTensors, graph and inputs
+    are returned unchanged."""
+    pairs = enumerate(zip(gm.graph.find_nodes(op="placeholder"), inputs, strict=True))
+    sharded = [(at, node) for at, (node, value) in pairs if weight_cache.local_data(value) is not value]
+    local = frozenset(at for at, node in sharded if _reads_local_alone(node))
+    if not local:
+        return gm, inputs, local
+    gm, inputs = copy_of(gm), list(inputs)
+    placeholders = gm.graph.find_nodes(op="placeholder")
+    for at in sorted(local):
+        node, value = placeholders[at], inputs[at]
+        # Compilers give symbolic sizes to tensors that dynamo does not know, and to bases of views.
+        inputs[at] = weight_cache.local_data(value).data.requires_grad_(value.requires_grad)
+        node.meta["static_example"], _ = static_example(inputs[at], node.name)  # the fake mode has a weak reference
+        for user in list(node.users):
+            node.meta["example_value"] = value_of(user)  # whose storage its views have
+            user.replace_all_uses_with(node)
+            gm.graph.erase_node(user)
+    gm.recompile()
+    return gm, inputs, local
+
+
+def _reads_local_alone(node: fx.Node) -> bool:
+    """True if ``to_local()`` without arguments is all that reads a node."""
+    calls = [(user.op, user.target, user.args, user.kwargs) for user in node.users]
+    return bool(calls) and all(call == ("call_method", "to_local", (node,), {}) for call in calls)
+
+
+def local_inputs(given: Sequence[Any], local: frozenset[int]) -> Sequence[Any]:
+    """Return the inputs of a graph, with local tensors at the positions `local`; gradients reach the DTensors."""
+    return [value.to_local() if at in local else value for at, value in enumerate(given)] if local else given

@@ -40,11 +40,7 @@ for _name, _known in BLOCK_FORMATS.items():
 
 
 def prefetch_operands(scopes: Sequence[Scope]) -> None:
-    """Set `prefetch` of the operators of dynamo's graph that may read an operand early; leave nested graphs unchanged.
-
-    Args:
-        scopes: `scopes_of` the graph; this changes no step of it.
-    """
+    """Set `prefetch` of the operators of the root that may read an operand early; nested graphs stay unchanged."""
     root = scopes[0]
     vary: set[fx.Node] = set()  # the nodes whose numbers depend on the inputs', which no compiler computes beforehand
     behind: set[fx.Node] = set()  # the nodes behind a kernel

@@ -161,12 +161,9 @@ def replace_fused_moe(layer: FusedMoE, gate_up: WeightInput, down: WeightInput) 
 
 
 def replace_gathered_bmm(orders: dict[fx.Node, list[fx.Node]], call: Site | SwiGLU, *packed: WeightInput) -> None:
-    """Replace batched products with the weights of each row's expert by grouped GEMMs.
+    """Replace batched products with the weights of each row's expert, one or two around a SwiGLU, by grouped GEMMs.
 
-    Args:
-        orders: the orders that earlier calls have made of the ids: rows' slots, offsets, slots' rows.
-        call: a product, or two around a SwiGLU.
-        *packed: of gate and up if there is a SwiGLU, and of the last product.
+    `orders` has the orders that earlier calls have made of the ids: rows' slots, offsets, slots' rows.
     """
     first, last = (call, call) if isinstance(call, Site) else (call.sites[0], call.down)
     rows, _, ids = first.operands

@@ -60,16 +60,11 @@ def rewrite(
     attention: bool | None = None,
     local: frozenset[int] = frozenset(),
 ) -> tuple[Rewritten, list[Decision], list[Others]]:
-    """Rewrite dynamo's graph and its nested graphs, in place.
+    """Rewrite dynamo's graph and its nested graphs, in place; return what it takes now, and what was decided on each
+    GEMM, and on attention and routers.
 
-    Args:
-        attention: True if attention that repeats keys and values is rewritten; None: on CUDA. False leaves attention,
-            norms and the order of reads to the compiler.
-        local: the positions of DTensors in example_inputs whose local tensors the graph takes.
-
-    Returns:
-        What the graph takes now; what was decided on each GEMM; and what on attention that repeats keys and values and
-        on routers.
+    With attention=None attention is rewritten on CUDA alone; False leaves attention, norms and the order of reads to
+    the compiler. `local` are the positions of DTensors in example_inputs whose local tensors the graph takes.
     """
     replace_calls(gm)
     scopes, weights = _scopes_and_weights(gm, example_inputs)

@@ -69,15 +69,10 @@ class Scope:
         ignored: Collection[int] = (),
         again: bool = False,
     ) -> str | None:
-        """Return `Program.reason_against_fusing` of some nodes.
+        """Return `Program.reason_against_fusing` of some nodes, where one operator gives the `result` of one of them.
 
-        Args:
-            nodes: the nodes that one operator replaces.
-            result: the node among them whose result the operator gives.
-            read: the nodes that it reads in their stead, by the name for the report.
-            handed_on: the report's name for tensors that the nodes hand to each other.
-            ignored: storages of weights, which are not checked.
-            again: True if the operator reads the same tensors in its backward.
+        It reads the nodes `read` in their stead, by the name for the report, in its backward `again`; `handed_on` is
+        the name of what the nodes hand to each other. Storages of weights are `ignored`.
         """
         again = again and self.modes[result]
         names = {storage: name for name, node in read.items() for storage in storages_of(value_of(node))}

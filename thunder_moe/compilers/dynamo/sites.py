@@ -67,13 +67,8 @@ class Weights:
     """The parameters and buffers among the inputs of a graph and of its nested graphs."""
 
     def __init__(self, scopes: list[Scope], tensors: dict[fx.Node, torch.Tensor]) -> None:
-        """
-        Args:
-            scopes: the scopes of dynamo's graph, the root first.
-            tensors: the real tensor of each placeholder and get_attr node of the root that has one.
-        """
         self._scopes = scopes
-        self.tensors = tensors
+        self.tensors = tensors  # the real tensor of each placeholder and get_attr node of the root that has one
         self._positions = {node: at for at, node in enumerate(scopes[0].graph.find_nodes(op="placeholder"))}
         self._by_storage: dict[int, list[fx.Node]] = {}
         for node in tensors:
