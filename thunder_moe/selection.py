@@ -126,12 +126,7 @@ def parse_patterns(option: str, value: Any, or_else: str = "") -> list[str]:
 
 
 def select(option: str, value: Selection, names: Names) -> Callable[[nn.Module, str], bool]:
-    """Returns an option as a function of a module and its name.
-
-    Raises:
-        TypeError: the value is neither patterns nor such a function.
-        ValueError: a regular expression is not valid.
-    """
+    """Returns an option, patterns or a function, as a function of a module and its name; raises as `parse_patterns`."""
     if callable(value):
         require_signature(option, value)
         return value
@@ -140,12 +135,7 @@ def select(option: str, value: Selection, names: Names) -> Callable[[nn.Module, 
 
 
 class Selector:
-    """The decision of the options `filter` and `ignore` on each module.
-
-    Raises:
-        TypeError: an option is of another type.
-        ValueError: a regular expression is not valid.
-    """
+    """The decision of the options `filter` and `ignore` on each module; raises as `parse_patterns`."""
 
     def __init__(self, names: Names, filter: Selection | None, ignore: Patterns | None) -> None:
         self._names = names

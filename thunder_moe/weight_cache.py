@@ -146,14 +146,7 @@ def swizzled(
 def of_nvf_cutlass(
     fp4_weight: torch.Tensor, scale: torch.Tensor, global_scale: torch.Tensor
 ) -> tuple[tuple[torch.Tensor, ...], str]:
-    """Return a weight of Thunder's nvf_cutlass operators as `operands` gives it, and its layout.
-
-    Args:
-        fp4_weight, scale, global_scale: as `formats.nvf_cutlass.from_nvf_cutlass` takes them.
-
-    Raises:
-        ValueError: as there.
-    """
+    """Return a weight of Thunder's nvf_cutlass operators (`from_nvf_cutlass`) as of `operands`, and its layout."""
     entry = _entry((fp4_weight, scale, global_scale), ("nvf_cutlass",))
     return entry.operands, entry.packed.layout
 
@@ -301,14 +294,9 @@ def pad_rows(n: int) -> int:
 def stacked_layout(
     *weights: Any, transposed: bool, device: torch.device | None = None, format: BlockFormat = NVFP4
 ) -> str:
-    """Return the layout that the default kernels read best of weights stacked along their rows, see `get`.
+    """Return the layout that the default kernels read best of the weights of `get`, which only need to have a shape.
 
-    Args:
-        weights: tensors, or other objects with a shape.
-        transposed: each is (E, K, N), not (E, N, K).
-        device: of the weights; None: the device of the tensors.
-        format: of the packed weight.
-    """
+    The device is the first tensor's, or the given one."""
     rows, columns = (2, 1) if transposed else (1, 2)
     n, k = sum(int(weight.shape[rows]) for weight in weights), int(weights[0].shape[columns])
     return select.preferred_layout(weights[0].device if device is None else device, n, k, format)
