@@ -71,7 +71,7 @@ print(sorted(set(thunder_moe._HOME) - set(globals())), Llama4MoE.__name__)
         "from thunder_moe import moe_executor; import thunder",
         "import thunder_moe; thunder_moe.register('thunder'); import thunder",
         "import thunder_moe; thunder_moe.register(); import thunder",
-        "from thunder_moe.compilers.thunder.plugin import NVFP4MoE; import thunder",
+        "from thunder_moe.compilers.thunder.executor import NVFP4MoE; import thunder",
     ],
 )
 @pytest.mark.slow

@@ -65,7 +65,7 @@ def add_plugin() -> None:
     from thunder.plugins import register_plugin
 
     # Thunder calls what is registered, its classes, without arguments.
-    register_plugin(PLUGIN, lambda: importlib.import_module("thunder_moe.compilers.thunder.plugin").NVFP4MoE())
+    register_plugin(PLUGIN, lambda: importlib.import_module("thunder_moe.compilers.thunder.executor").NVFP4MoE())
 
 
 @contextlib.contextmanager
@@ -236,13 +236,10 @@ def refused_dtensors() -> dict[Any, Callable[..., Any]]:
 
 
 def refuse_changes_in_graphs(transforms: Sequence[Any], written: Sequence[Any]) -> None:
-    """Refuse in-place changes of arguments inside Thunder's CUDA graphs. Thunder 0.2.6 captures a graph of copies of
-    the arguments, and loses changes of the copies. It does not copy parameters and buffers, and changes them in three
-    runs before the capture. Unnecessary from the first Thunder release whose graphs keep such changes.
-
-    Raises:
-        NotImplementedError: a computation with CUDAGraphTransform changes arguments in place.
-    """
+    """Refuse in-place changes of arguments inside Thunder's CUDA graphs (NotImplementedError). Thunder 0.2.6 captures a
+    graph of copies of the arguments, and loses changes of the copies. It does not copy parameters and buffers, and
+    changes them in three runs before the capture. Unnecessary from the first Thunder release whose graphs keep such
+    changes."""
     from thunder.transforms.cudagraph import CUDAGraphTransform
 
     if written and any(isinstance(transform, CUDAGraphTransform) for transform in transforms):
@@ -254,14 +251,9 @@ def refuse_changes_in_graphs(transforms: Sequence[Any], written: Sequence[Any]) 
 
 
 def refuse_delayed_changes(backward_trace: Any) -> None:
-    """Reject a trace in which Thunder has moved an in-place operation of the forward to the backward.
-
-    Thunder 0.2.6 does so if nothing reads the result (a write to a slice of an argument, at the end).
-    Unnecessary from the first Thunder release that keeps them in the forward.
-
-    Raises:
-        NotImplementedError: a forward's change is among the backward's symbols.
-    """
+    """Refuse a trace in which Thunder has moved an in-place operation of the forward to the backward
+    (NotImplementedError). Thunder 0.2.6 does so if nothing reads the result (a write to a slice of an argument, at the
+    end). Unnecessary from the first Thunder release that keeps them in the forward."""
     from thunder.core.symbol import BoundSymbolTag
 
     for bsym in backward_trace.bound_symbols:

@@ -1,5 +1,5 @@
 """Lookasides: symbols that `thunder.jit` traces in place of the functions of parallel.modules that communicate.
-Called by compilers.thunder.lookasides, if parallel.modules is imported; calls compilers.thunder.distributed_symbols.
+Called by compilers.thunder.lookasides, if parallel.modules is imported; calls compilers.thunder.training_symbols.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ __all__ = ["LOOKASIDES"]
 
 def _sum_of_ranks(x: Any, mesh: DeviceMesh) -> Any:
     # Symbols cannot be imported above: the executor reads LOOKASIDES when the first of them is registered.
-    from thunder_moe.compilers.thunder.distributed_symbols import sum_of_ranks
+    from thunder_moe.compilers.thunder.training_symbols import sum_of_ranks
 
     return sum_of_ranks(x, mesh.get_group())
 
 
 def _sum_gradient(x: Any, mesh: DeviceMesh) -> Any:
-    from thunder_moe.compilers.thunder.distributed_symbols import sum_gradient
+    from thunder_moe.compilers.thunder.training_symbols import sum_gradient
 
     return sum_gradient(x, mesh.get_group())
 

@@ -18,8 +18,7 @@ import thunder.recipes
 from tiny_models import tiny_config, tiny_model, tokens
 
 from thunder_moe import GroupedSwiGLU, RewriteWarning, moe_executor, rewrite_report
-from thunder_moe.compilers.thunder.executor import nvfp4_rewrite
-from thunder_moe.compilers.thunder.plugin import NVFP4MoE
+from thunder_moe.compilers.thunder.executor import NVFP4MoE, nvfp4_rewrite
 
 thunder_moe.register("transformers").close()  # its entries, without the reader of compressed-tensors
 

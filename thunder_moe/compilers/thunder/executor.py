@@ -1,5 +1,6 @@
-"""`moe_executor`, the Thunder executor: what it intercepts while Thunder traces a model.
-Called by users as ``thunder.jit(model, executors=[moe_executor])``, and by plugin.py; calls symbols.py and rewrite.py.
+"""`moe_executor`, the Thunder executor: what it intercepts while Thunder traces a model; and the plugin "nvfp4-moe".
+Called by users as ``thunder.jit(model, executors=[moe_executor])``, and as ``thunder.compile(model,
+plugins="nvfp4-moe")``, whose name thunder_compat.py makes known; calls symbols.py and rewrite.py.
 
 A call of grouped_mm while tracing -> the executor's own differentiable symbol, and the rewrite joins the compilation
 that is under way. Thunder runs a compilation's transforms after tracing, so the rewrite sees the whole trace.
@@ -15,24 +16,14 @@ import torch
 import torch.nn.functional as F
 from thunder.core.compile_data import get_compile_data
 from thunder.core.dtypes import dtype, to_torch_dtype
-from thunder.extend import register_executor, resolve_executors
+from thunder.core.recipe import Plugin, PluginPolicy
+from thunder.core.transform_common import Transform
+from thunder.extend import Executor, register_executor, resolve_executors
 
 from thunder_moe.compilers.thunder import nvfuser, thunderfx
-from thunder_moe.compilers.thunder.distributed_symbols import local_shard
 from thunder_moe.compilers.thunder.rewrite import NVFP4Rewrite
-from thunder_moe.compilers.thunder.symbols import (
-    EXECUTOR,
-    OPERATOR_SYMBOLS,
-    SYMBOLS,
-    grouped_mm,
-    moe_experts,
-)
-from thunder_moe.compilers.thunder.training_symbols import (
-    activated_linear_call,
-    bias_call,
-    linear_call,
-    scaled_activation_call,
-)
+from thunder_moe.compilers.thunder.symbols import EXECUTOR, OPERATOR_SYMBOLS, SYMBOLS, grouped_mm, moe_experts
+from thunder_moe.compilers.thunder.training_symbols import CALLS, local_shard
 from thunder_moe.compilers.thunder_compat import (
     put_first,
     refused_dtensors,
@@ -44,7 +35,7 @@ from thunder_moe.nn.grouped_linear import local_part
 from thunder_moe.nn.linear import traced_by_thunder
 from thunder_moe.ops.operator import is_eager, is_plain_eager
 
-__all__ = ["moe_executor", "nvfp4_rewrite"]
+__all__ = ["NVFP4MoE", "moe_executor", "nvfp4_rewrite"]
 
 _OPS = torch.ops.thunder_moe
 moe_executor = register_executor(EXECUTOR)
@@ -102,11 +93,22 @@ moe_executor._lookasides.update(
         torch.tensor: with_python_types("tensor"),
         torch.zeros: with_python_types("zeros"),
         F.scaled_dot_product_attention: scaled_dot_product_attention,
-        _OPS.grouped_linear: _lookaside(linear_call),
-        _OPS.activated_grouped_linear: _lookaside(activated_linear_call),
-        _OPS.scaled_activation: _lookaside(scaled_activation_call),
-        _OPS.grouped_bias: _lookaside(bias_call),
-        **{getattr(_OPS, name): _lookaside(symbol) for name, symbol in OPERATOR_SYMBOLS.items()},
+        **{getattr(_OPS, name): _lookaside(call) for name, call in (OPERATOR_SYMBOLS | CALLS).items()},
         **{getattr(_OPS, f"f16a_{format}weight_moe_experts"): _lookaside(moe_experts(format)) for format in SYMBOLS},
     }
 )
+
+
+class NVFP4MoE(Plugin):
+    """A plugin that runs frozen expert GEMMs with NVFP4 weights, ahead of the recipe's transforms and executors.
+
+    The transform comes first because pruning transforms would drop the checks that it adds to the prologue, the
+    executor because Thunder gives an operation to the first executor that accepts it."""
+
+    policy = PluginPolicy.PRE
+
+    def setup_executors(self) -> list[Executor]:
+        return [moe_executor]
+
+    def setup_transforms(self) -> list[Transform]:
+        return [nvfp4_rewrite]

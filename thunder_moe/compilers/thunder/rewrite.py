@@ -1,5 +1,5 @@
 """The rewrite of Thunder's traces: frozen expert GEMMs -> NVFP4 symbols, their weights packed in the prologue.
-Called by Thunder, among a compilation's transforms (executor.py and plugin.py put it there); calls sites.py for what
+Called by Thunder, among a compilation's transforms (executor.py puts it there); calls sites.py for what
 there is to rewrite, symbols.py for what takes its place and for the report, routers.py and nvfuser.py.
 
 find grouped GEMMs -> decide on each -> pair gate and up with their SwiGLU -> pack weights in the prologue, as nvFuser

@@ -158,7 +158,7 @@ class _Graph:
         return None if site is None else Gemm(site, bias, frozenset({*operations, site.position}))
 
     def part_of(self, tensor: Any) -> tuple[Any, str, set[Any]]:
-        leaf = self.computation.leaf(tensor.name) if isinstance(tensor, TensorProxy) else None
+        leaf = self.computation.leaf.get(tensor.name) if isinstance(tensor, TensorProxy) else None
         if leaf is None or leaf.sym.id != PrimIDs.SLICE:
             return None, "", set()
         whole, starts, ends, *strides = leaf.args

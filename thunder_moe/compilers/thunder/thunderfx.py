@@ -174,17 +174,11 @@ def _separated(compiled: fx.GraphModule, parts: Mapping[Any, fx.Graph]) -> Calla
     """Copy inputs of Thunder's parts that share memory with another input: q, k and v of one GEMM, for example.
 
     Where a part changes a tensor in place, Thunder 0.2.6 takes inputs of one storage for one tensor, also if they
-    are different parts of it: v would have the numbers of k.
-
-    Args:
-        parts: the graph of dynamo's nodes of each compiled part.
-
-    Returns:
-        The compiled graph, in front of which a call raises NotImplementedError if its inputs share memory otherwise
-        than the inputs of the compilation.
+    are different parts of it: v would have the numbers of k. `parts` has the graph of dynamo's nodes of each part.
 
     Raises:
-        NotImplementedError: one of the inputs may be changed in place.
+        NotImplementedError: one of the inputs may be changed in place; or, raised by the result, the inputs of a call
+            share memory otherwise than the inputs of the compilation.
     """
     positions = {node: position for position, node in enumerate(compiled.graph.find_nodes(op="placeholder"))}
     groups: list[list[int]] = []  # the positions of the inputs that a part gets

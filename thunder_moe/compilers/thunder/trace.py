@@ -25,9 +25,8 @@ from thunder.torch.experimental.dtensor_proxy import is_dtensor_proxy
 from thunder_moe.compilers.eligibility import swaps_last_dims
 from thunder_moe.compilers.safety import Program, Step
 from thunder_moe.compilers.spellings import SYMBOLS, TARGETS, Spelling
-from thunder_moe.compilers.thunder.distributed_symbols import local_shard
 from thunder_moe.compilers.thunder.symbols import EXECUTOR
-from thunder_moe.compilers.thunder.training_symbols import scaled_activation
+from thunder_moe.compilers.thunder.training_symbols import local_shard, scaled_activation
 
 __all__ = ["Computation", "is_view", "leaves", "names_read", "spelled"]
 
@@ -83,7 +82,7 @@ class Computation:
         self.arguments: dict[str, Any] = {arg.name: arg for arg in trace.args if isinstance(arg, Proxy)}
         self.readers: dict[str, set[int]] = {}  # positions of the symbols that read it, the trace's output among them
         self.position: dict[str, int] = {}  # of the symbol that makes it
-        self._leaf: dict[str, BoundSymbol] = {}
+        self.leaf: dict[str, BoundSymbol] = {}  # the leaf that makes it; none for an argument
         self._root: dict[str, str] = {}
         for position, bsym in enumerate(self.bound_symbols):
             if bsym.sym.id == PrimIDs.UNPACK_TRIVIAL:
@@ -97,10 +96,6 @@ class Computation:
         self._argument_storages = {self.storage(name) for name in self.arguments}
         self.program = Program([self._step(bsym) for bsym in self.bound_symbols])
         self.has_gradients = any(step.grad_enabled for step in self.program.steps)
-
-    def leaf(self, name: str) -> BoundSymbol | None:
-        """Return the leaf that makes a tensor, None for an argument."""
-        return self._leaf.get(name)
 
     def storage(self, name: str) -> str:
         """Return a key for the memory of a tensor: the same for all tensors that may share it."""
@@ -118,11 +113,8 @@ class Computation:
     ) -> str | None:
         """Return `Program.reason_against_fusing` of the symbols at some positions.
 
-        Args:
-            replaced, differentiated: as there.
-            read: the tensors that the operator reads in their stead, by the name for the report.
-            made: the positions whose results they hand to each other, by the name of these for the report.
-            saved: the names in `read` of what the operator reads in its backward, too.
+        By the name for the report, `read` has the tensors that the operator reads in their stead (those in `saved` in
+        its backward, too), and `made` the positions whose results they hand to each other.
         """
         names: dict[Hashable, str] = {self.storage(proxy.name): name for name, proxy in read.items()}
         kept: dict[Hashable, str] = {self.storage(read[name].name): name for name in saved}
@@ -135,10 +127,10 @@ class Computation:
 
     def same(self, name: str, renamed_by: Sequence[PrimIDs] = (PrimIDs.UPDATE_ALIASES, PrimIDs.COPY_)) -> str:
         """Return the first name of a tensor that in-place operations have renamed."""
-        leaf = self._leaf.get(name)
+        leaf = self.leaf.get(name)
         while leaf is not None and leaf.sym.id in renamed_by:
             name = _source(leaf, name)
-            leaf = self._leaf.get(name)
+            leaf = self.leaf.get(name)
         return name
 
     def argument_behind(self, name: str) -> tuple[TensorProxy, bool] | None:
@@ -171,7 +163,7 @@ class Computation:
     def _origin(self, name: str) -> tuple[str, list[BoundSymbol]]:
         chain = []
         while name not in self.arguments:
-            leaf = self._leaf.get(name)
+            leaf = self.leaf.get(name)
             if leaf is None or not leaf.flat_proxy_args:
                 break
             name = _source(leaf, name)
@@ -187,7 +179,7 @@ class Computation:
         known = {proxy.name for proxy in leaf.flat_proxy_args} | self.arguments.keys()
         for proxy in leaf.flat_proxy_outs:
             if isinstance(proxy, TensorProxy) and proxy.name not in known:
-                self._leaf.setdefault(proxy.name, leaf)
+                self.leaf.setdefault(proxy.name, leaf)
                 if leaf.sym.id in (PrimIDs.UPDATE_ALIASES, PrimIDs.COPY_):
                     self._join(proxy.name, _source(leaf, proxy.name))
                 elif leaf.sym.id in _ALIASES or not (isinstance(leaf.sym.id, PrimIDs) or _is_ours(leaf)):

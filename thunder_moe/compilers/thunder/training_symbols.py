@@ -1,6 +1,8 @@
-"""The symbols of training blocks in Thunder's traces: expert linears, their biases, scaled activations.
-Called by executor.py, which puts them in the place of the operators, sites.py and rewrite.py; calls symbols.py for the
-grouped GEMM, and the operators of ops.grouped_linear and ops.activation.
+"""The symbols of training blocks in Thunder's traces: expert linears, their biases, scaled activations; and of weights
+and results that are spread over ranks.
+Called by executor.py, which puts them in the place of the operators, trace.py, sites.py, rewrite.py and
+parallel.thunder; calls symbols.py for the grouped GEMM, the operators of ops.grouped_linear and ops.activation, and
+torch.distributed.
 
     grouped_linear            -> moe_grouped_mm (own) -> moe_grouped_bias; with an 8-bit recipe moe_recipe_linear
     activated_grouped_linear  -> moe_scaled_activation -> the same, where the weight is frozen: the rewrite finds it;
@@ -16,23 +18,25 @@ from typing import Any
 import thunder.core.dtypes as dtypes
 import thunder.torch as ltorch
 import torch
+import torch.distributed as dist
 from thunder.core.compile_data import get_compile_data
 from thunder.core.prims import get_grad, put_grad
 from thunder.core.proxies import TensorProxy
+from torch import Tensor
 
 from thunder_moe.compilers.thunder.symbols import grouped_mm, register
 from thunder_moe.formats.gate_up import deinterleave, interleave
 from thunder_moe.ops.grouped_linear import check_linear
 
 __all__ = [
+    "CALLS",
     "activated_linear",
-    "activated_linear_call",
-    "bias_call",
     "gate_up_bias",
     "grouped_bias",
-    "linear_call",
+    "local_shard",
     "scaled_activation",
-    "scaled_activation_call",
+    "sum_gradient",
+    "sum_of_ranks",
 ]
 
 _OPS = torch.ops.thunder_moe
@@ -127,7 +131,7 @@ def _int32(offsets: TensorProxy) -> TensorProxy:
     return offsets if offsets.dtype == dtypes.int32 else ltorch.to(offsets, torch.int32)
 
 
-def linear_call(
+def _linear_call(
     x: TensorProxy, weight: TensorProxy, offsets: TensorProxy, bias: TensorProxy | None = None,
     bias_scale: TensorProxy | None = None, recipe: str | None = None,
 ) -> TensorProxy:  # fmt: skip
@@ -141,7 +145,7 @@ def linear_call(
     return out if bias is None else grouped_bias(out, ends, bias, bias_scale, None)
 
 
-def activated_linear_call(
+def _activated_linear_call(
     y: TensorProxy, weight: TensorProxy, offsets: TensorProxy, scales: TensorProxy | None = None,
     bias: TensorProxy | None = None, recipe: str | None = None, **form: Any,
 ) -> TensorProxy:  # fmt: skip
@@ -154,7 +158,7 @@ def activated_linear_call(
     return out if bias is None and scales is None else grouped_bias(out, ends, bias, None, scales)
 
 
-def bias_call(
+def _bias_call(
     y: TensorProxy, offsets: TensorProxy, bias: TensorProxy | None = None, bias_scale: TensorProxy | None = None,
     scales: TensorProxy | None = None,
 ) -> TensorProxy:  # fmt: skip
@@ -162,8 +166,69 @@ def bias_call(
     return grouped_bias(y, _int32(offsets), bias, bias_scale, scales)
 
 
-def scaled_activation_call(
+def _scaled_activation_call(
     y: TensorProxy, scales: TensorProxy | None = None, offsets: TensorProxy | None = None, **form: Any
 ) -> TensorProxy:
     """Trace `scaled_activation`."""
     return scaled_activation(y, scales, offsets if offsets is None else _int32(offsets), **form)
+
+
+# What Thunder traces in the place of the operators of these names.
+CALLS = dict(
+    grouped_linear=_linear_call,
+    activated_grouped_linear=_activated_linear_call,
+    grouped_bias=_bias_call,
+    scaled_activation=_scaled_activation_call,
+)
+
+
+# ---- the local tensor of a DTensor
+
+
+def _local_meta(dtensor: Any) -> TensorProxy:
+    return TensorProxy(like=dtensor.local_tensor, requires_grad=dtensor.requires_grad)
+
+
+def _local_gradient(dtensor: Any) -> TensorProxy:
+    out: TensorProxy = local_shard(dtensor)
+    if dtensor.requires_grad:
+        put_grad(dtensor, _to_dtensor(get_grad(out), dtensor))
+    return out
+
+
+def _dtensor_of(local: Tensor, like: Any) -> Any:
+    sizes = dict(shape=like.shape, stride=like.stride())
+    return type(like).from_local(local, like.device_mesh, like.placements, run_check=False, **sizes)
+
+
+local_shard = register("moe_local_shard", lambda dtensor: dtensor.to_local(), _local_gradient, meta=_local_meta)
+_to_dtensor = register("moe_to_dtensor", _dtensor_of, meta=lambda local, like: type(like)(like=like))
+
+
+# ---- the sum over the ranks of a process group; a tensor whose gradient is the sum of all ranks' gradients
+
+
+def _sum(x: Tensor, group: Any) -> Tensor:
+    out = x.clone()  # x may be saved for the backward
+    dist.all_reduce(out, group=group)
+    return out
+
+
+def _sum_backward(x: TensorProxy, group: Any) -> TensorProxy:
+    out: TensorProxy = sum_of_ranks(x, group)
+    put_grad(x, get_grad(out))
+    return out
+
+
+def _gradient_backward(x: TensorProxy, group: Any) -> TensorProxy:
+    out: TensorProxy = sum_gradient(x, group)
+    put_grad(x, sum_of_ranks(get_grad(out), group))
+    return out
+
+
+def _like_first(x: TensorProxy, group: Any) -> TensorProxy:
+    return TensorProxy(like=x)
+
+
+sum_of_ranks = register("moe_sum_of_ranks", _sum, _sum_backward, meta=_like_first)
+sum_gradient = register("moe_sum_gradient", lambda x, group: x.view_as(x), _gradient_backward, meta=_like_first)
