@@ -15,7 +15,9 @@ Legend: B batch, Hkv key heads, G query heads that share one, Q new tokens, L ke
 from __future__ import annotations
 
 import operator
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,12 +27,13 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from thunder_moe.compilers.dynamo.effects import grad_modes, is_in_a_function_transform, program_of, storages_of
 from thunder_moe.compilers.dynamo.nodes import calls, given, same, source_of, user_line, value_of
+from thunder_moe.compilers.dynamo.replace import replace_node
 from thunder_moe.compilers.dynamo.scopes import Scope
 from thunder_moe.compilers.report import AttentionEntry
 from thunder_moe.compilers.spellings import keeps_order
 from thunder_moe.kernels.attention import cudnn_groups_heads_of
 
-__all__ = ["RepeatedAttention", "behind_repeat", "find_repeated_attention", "group_heads", "take_causal_masks"]
+__all__ = ["behind_repeat", "find_repeated_attention", "take_causal_masks"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,18 +42,6 @@ class _Repeat:
 
     source: fx.Node
     nodes: frozenset[fx.Node]
-
-
-@dataclass(frozen=True, eq=False)
-class RepeatedAttention:
-    """A call of scaled_dot_product_attention whose keys and values are repeated."""
-
-    node: fx.Node
-    scope: Scope  # the graph that it is in
-    key: _Repeat
-    value: _Repeat
-    by_cudnn: bool  # True if cuDNN is going to group the heads
-    entry: AttentionEntry  # its entry in the report
 
 
 def take_causal_masks(scope: Scope, *, on_any_device: bool) -> None:
@@ -125,8 +116,12 @@ def _made_from_sizes(mask: fx.Node) -> list[fx.Node] | None:
     return [node for node in mask.graph.nodes if node in needed]
 
 
-def find_repeated_attention(scope: Scope, *, on_any_device: bool) -> list[RepeatedAttention]:
-    """Return the attention of a graph that repeats keys and values, to be grouped on CUDA, or `on_any_device`."""
+def find_repeated_attention(
+    scope: Scope, *, on_any_device: bool
+) -> Sequence[tuple[AttentionEntry, Callable[[], None] | None]]:
+    """Return (entry, what groups its heads, if it is to) of each attention of a graph that repeats keys and values.
+
+    It is grouped on CUDA, or `on_any_device`."""
     found = []
     for node in scope.graph.nodes:
         if not calls(node, "attention"):
@@ -143,19 +138,18 @@ def find_repeated_attention(scope: Scope, *, on_any_device: bool) -> list[Repeat
         if reason is None and not on_any_device and query.device.type != "cuda":
             reason = f"it runs on {query.device.type}"
         heads, key_heads = int(keys.shape[1]), int(value_of(key.source).shape[1])
-        decision = ("grouped", f"{heads // key_heads} heads read the same keys")
-        if reason is not None:
-            decision = ("repeated", reason)
+        grouped = None if reason is not None else partial(_group_heads, scope, node, key, value, by_cudnn)
+        decision = ("repeated", reason) if reason else ("grouped", f"{heads // key_heads} heads read the same keys")
         length = keys.shape[2] if isinstance(keys.shape[2], int) else None
         entry = AttentionEntry(0, heads, key_heads, int(keys.shape[3]), length, *decision, where=user_line(node))
-        found.append(RepeatedAttention(node, scope, key, value, by_cudnn, entry))
+        found.append((entry, grouped))
     return found
 
 
-def group_heads(found: RepeatedAttention) -> fx.Node:
-    """Add what computes repeated attention, for the caller to put in its place."""
-    node, graph = found.node, found.scope.graph
-    named = given(node)
+def _group_heads(scope: Scope, node: fx.Node, key: _Repeat, value: _Repeat, by_cudnn: bool) -> None:
+    """Replace attention by attention to keys and values that are not repeated."""
+    graph, named = scope.graph, given(node)
+    key_heads, heads = (int(value_of(each).shape[1]) for each in (key.source, named["key"]))
     options: dict[str, Any] = {name: named[name] for name in ("attn_mask", "dropout_p", "scale") if name in named}
 
     def method(name: str, *arguments: Any) -> fx.Node:
@@ -163,22 +157,20 @@ def group_heads(found: RepeatedAttention) -> fx.Node:
 
     def rows_of_groups(source: fx.Node) -> fx.Node:
         """Return (B, Hkv * G, 1, X) -> (B, Hkv, G, X)"""
-        groups = (found.entry.key_heads, found.entry.heads // found.entry.key_heads)
-        return method("squeeze", method("unflatten", source, 1, groups), 3)
+        return method("squeeze", method("unflatten", source, 1, (key_heads, heads // key_heads)), 3)
 
     with graph.inserting_before(node):
         query, mask = named["query"], options.get("attn_mask")
-        if found.by_cudnn:
+        if by_cudnn:
             options["enable_gqa"] = True
         else:
             query = rows_of_groups(query)
             if mask is not None and value_of(mask).shape[1] != 1:
                 options["attn_mask"] = rows_of_groups(mask)
-        arguments = (query, found.key.source, found.value.source)
-        out = graph.call_function(F.scaled_dot_product_attention, arguments, options)
-        if not found.by_cudnn:
+        out = graph.call_function(F.scaled_dot_product_attention, (query, key.source, value.source), options)
+        if not by_cudnn:
             out = method("unsqueeze", method("flatten", out, 1, 2), 2)
-    return out
+    replace_node(scope, node, out)
 
 
 def behind_repeat(node: Any) -> _Repeat | None:

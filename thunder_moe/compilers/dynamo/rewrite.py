@@ -20,7 +20,7 @@ from torch import Tensor, fx
 
 from thunder_moe.compilers.dynamo.add_norm import fuse_add_norms
 from thunder_moe.compilers.dynamo.all_experts_bmm_pattern import find_all_experts_bmm
-from thunder_moe.compilers.dynamo.attention import find_repeated_attention, group_heads, take_causal_masks
+from thunder_moe.compilers.dynamo.attention import find_repeated_attention, take_causal_masks
 from thunder_moe.compilers.dynamo.decode_attention import fuse_decode_attention
 from thunder_moe.compilers.dynamo.expert_ids import remove_noop_masks
 from thunder_moe.compilers.dynamo.fused_moe_pattern import FusedMoE, find_fused_moe
@@ -33,7 +33,6 @@ from thunder_moe.compilers.dynamo.replace import (
     replace_fused_moe,
     replace_gathered_bmm,
     replace_gemm,
-    replace_node,
     replace_swiglu,
     take_our_gradient,
 )
@@ -98,9 +97,9 @@ def rewrite(
     for plan in plans:
         for put, calls in plan.replacements:
             put(*packing.inputs_of(*calls))
-    for found in repeated:
-        if found.entry.decision == "grouped":
-            replace_node(found.scope, found.node, group_heads(found))
+    for _, group_heads in repeated:
+        if group_heads is not None:
+            group_heads()
     for router, entry in routers:
         if entry.decision == "moe_router":
             fuse_router(router)
@@ -113,7 +112,7 @@ def rewrite(
         prefetch_operands(scopes_of(gm, torch.is_grad_enabled()))
     for scope in scopes:
         scope.module.recompile()
-    return rewritten, decisions, [*fused, *(found.entry for found in repeated), *(entry for _, entry in routers)]
+    return rewritten, decisions, [*fused, *(entry for entry, _ in repeated), *(entry for _, entry in routers)]
 
 
 class _Packing:
