@@ -21,24 +21,10 @@ from torch import Tensor
 from thunder_moe.formats.checks import require_type
 
 __all__ = [
-    "LINEAR_ROUTER_TOKENS",
-    "RouterConfig",
-    "choose_experts",
-    "combine",
-    "expert_of_row",
-    "gather_rows",
-    "invert",
-    "linear_router",
-    "live_rows",
-    "offsets_from_splits",
-    "route",
-    "router",
-    "router_gradient",
-    "router_logits",
-    "row_groups",
-    "scale_of_rows",
-    "sort_by_expert",
-]
+    "LINEAR_ROUTER_TOKENS", "RouterConfig", "choose_experts", "combine", "expert_of_row", "gather_rows", "invert",
+    "linear_router", "live_rows", "offsets_from_splits", "route", "router", "router_gradient", "router_logits",
+    "row_groups", "scale_of_rows", "sort_by_expert",
+]  # fmt: skip
 
 _MAX_INT32 = 2**31 - 1
 # Up to this number of tokens one CUDA kernel computes a router's linear layer, too. For one token of Qwen3 it takes
@@ -189,11 +175,7 @@ def router_gradient(grad: Tensor, logits: Tensor, expert_ids: Tensor, form: Rout
 
 
 def sort_by_expert(ids_M: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
-    """Sorts slots by expert, stably, in operations that Thunder and torch.compile trace.
-
-    Args:
-        ids_M: int64 (M,), the expert of each slot, in [0, E).
-        num_experts: E.
+    """Sort slots by their experts, int64 (M,) in [0, E), stably, in operations that Thunder and torch.compile trace.
 
     Returns:
         (order, offsets): int64 (M,), the slot of each row; int32 (E,) row ends.

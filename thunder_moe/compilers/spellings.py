@@ -22,17 +22,9 @@ import torch.nn.functional as F
 from thunder_moe.ops import activation, grouped_linear  # noqa: F401  (registers the operators)
 
 __all__ = [
-    "IN_PLACE",
-    "SYMBOLS",
-    "TARGETS",
-    "MismatchError",
-    "Operations",
-    "Spelling",
-    "column_part",
-    "is_interleaved",
-    "keeps_order",
-    "require",
-]
+    "IN_PLACE", "SYMBOLS", "TARGETS", "MismatchError", "Operations", "Spelling", "column_part", "is_interleaved",
+    "keeps_order", "require",
+]  # fmt: skip
 
 aten = torch.ops.aten
 _OPS = torch.ops.thunder_moe

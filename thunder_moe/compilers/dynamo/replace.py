@@ -37,15 +37,9 @@ from thunder_moe.ops import (  # noqa: F401  (registers the operators)
 )
 
 __all__ = [
-    "add_inputs",
-    "erase",
-    "replace_fused_moe",
-    "replace_gathered_bmm",
-    "replace_gemm",
-    "replace_node",
-    "replace_swiglu",
-    "take_our_gradient",
-]
+    "add_inputs", "erase", "replace_fused_moe", "replace_gathered_bmm", "replace_gemm", "replace_node",
+    "replace_swiglu", "take_our_gradient",
+]  # fmt: skip
 
 _OPS = torch.ops.thunder_moe
 _FORM = ("kind", "alpha", "limit", "up_shift", "interleave")
