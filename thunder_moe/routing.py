@@ -35,31 +35,18 @@ LINEAR_ROUTER_TOKENS = 3
 
 @dataclass(frozen=True)
 class RouterConfig:
-    """The computation of scores and choice from a router's logits; the options of `ops.router.moe_router`.
+    """The computation of scores and choice from a router's logits; the options of `ops.router.moe_router`."""
 
-    Attributes:
-        top_k: A, the number of experts of a token.
-        score: "softmax" over all experts, or "sigmoid".
-        normalize: scores are divided by their sum over the token's experts.
-        epsilon: added to that sum.
-        least_sum: lower bound of the divisor.
-        scale: multiplies the scores at the end.
-        num_groups: number of groups of consecutive experts.
-        top_groups: number of groups whose experts can be chosen.
-        group_best: a group's score is the sum of that many of its best experts.
-        mask_to_zero: experts of other groups compete with 0; else they are chosen last.
-    """
-
-    top_k: int
-    score: str = "softmax"
-    normalize: bool = True
-    epsilon: float = 0.0
-    least_sum: float = 0.0
-    scale: float = 1.0
-    num_groups: int = 1
-    top_groups: int = 1
-    group_best: int = 2
-    mask_to_zero: bool = False
+    top_k: int  # A, the number of experts of a token
+    score: str = "softmax"  # "softmax" over all experts, or "sigmoid"
+    normalize: bool = True  # scores are divided by their sum over the token's experts
+    epsilon: float = 0.0  # added to that sum
+    least_sum: float = 0.0  # lower bound of the divisor
+    scale: float = 1.0  # multiplies the scores at the end
+    num_groups: int = 1  # number of groups of consecutive experts
+    top_groups: int = 1  # number of groups whose experts can be chosen
+    group_best: int = 2  # a group's score is the sum of that many of its best experts
+    mask_to_zero: bool = False  # experts of other groups compete with 0; else they are chosen last
 
     @property
     def grouped(self) -> bool:

@@ -33,14 +33,10 @@ Format = str | Mapping[str, str | None] | Callable[[nn.Module, str], str | None]
 
 @dataclass(frozen=True)
 class Names:
-    """The modules that patterns may name: modules with tensors in the state dict, their own or of a submodule.
+    """The modules that patterns may name: modules with tensors in the state dict, their own or of a submodule."""
 
-    Attributes:
-        where: the model or checkpoint, for messages.
-        all: each name of a module -> all its names; a module that is in several places has several.
-    """
-
-    where: str
+    where: str  # the model or checkpoint, for messages
+    # each name of a module -> all its names; a module that is in several places has several
     all: Mapping[str, Collection[str]]
 
     @classmethod

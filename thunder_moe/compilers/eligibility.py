@@ -35,41 +35,25 @@ __all__ = [
 
 @dataclass(frozen=True)
 class GroupedGemm:
-    """Shapes, dtypes and gradient state of one grouped GEMM ``(M, K) x (E, K, N) -> (M, N)``.
+    """Shapes, dtypes and gradient state of one grouped GEMM ``(M, K) x (E, K, N) -> (M, N)``."""
 
-    Attributes:
-        weight: qualified name of the parameter or buffer that is the weight; None if it is neither.
-        experts: E.
-        out_features: N.
-        in_features: K.
-        rows: M, None if it varies from call to call.
-        weight_dtype: the dtype of the weight.
-        activation_dtype: the dtype of the rows.
-        needs_grad: True if the weight requires a gradient and gradients are enabled.
-        out_dtype: the requested output dtype; None for the activation's.
-        where: file:line of the call, where the compiler tells.
-        hidden_training: True if the weight requires a gradient, and this is a forward whose grad mode tells nothing.
-        changed: `Program.reason_against_packing` of the weight.
-        format: the name of the number format that the weight is to have, or has; None leaves it 16-bit.
-        distributed: True if the GEMM takes a DTensor, not the local tensor of one.
-        recipe: the 8-bit recipe that the GEMM trains with; None for 16 bits.
-    """
-
-    weight: str | None
-    experts: int
-    out_features: int
-    in_features: int
-    rows: int | None
+    weight: str | None  # qualified name of the parameter or buffer that is the weight; None if it is neither
+    experts: int  # E
+    out_features: int  # N
+    in_features: int  # K
+    rows: int | None  # M, None if it varies from call to call
     weight_dtype: torch.dtype
-    activation_dtype: torch.dtype
-    needs_grad: bool
-    out_dtype: torch.dtype | None = None
-    where: str | None = None
+    activation_dtype: torch.dtype  # of the rows
+    needs_grad: bool  # True if the weight requires a gradient and gradients are enabled
+    out_dtype: torch.dtype | None = None  # the requested output dtype; None for the activation's
+    where: str | None = None  # file:line of the call, where the compiler tells
+    # True if the weight requires a gradient, and this is a forward whose grad mode tells nothing
     hidden_training: bool = False
-    changed: str | None = None
+    changed: str | None = None  # `Program.reason_against_packing` of the weight
+    # the name of the number format that the weight is to have, or has; None leaves it 16-bit
     format: str | None = NVFP4.name
-    distributed: bool = False
-    recipe: str | None = None
+    distributed: bool = False  # True if the GEMM takes a DTensor, not the local tensor of one
+    recipe: str | None = None  # the 8-bit recipe that the GEMM trains with; None for 16 bits
 
 
 # The option "thunder_moe.format" or moe_format: a format's name, or a function of a GEMM and its weight's full name.

@@ -55,51 +55,30 @@ class RewriteEntry:
 
 @dataclass(frozen=True)
 class AttentionEntry:
-    """One call of scaled_dot_product_attention in a graph of torch.compile: of new tokens, or with repeated keys.
+    """One call of scaled_dot_product_attention in a graph of torch.compile: of new tokens, or with repeated keys."""
 
-    Attributes:
-        graph: which of the function's graphs, 0 for the first one compiled.
-        heads: the number of heads of the query.
-        key_heads: the number of heads of keys and values, before they are repeated.
-        head_dim: width of a head of the keys.
-        keys: their number, None if it varies from call to call.
-        decision: "fused" (the operator `decode_attention`), "grouped" (the heads of a group read the same keys) or
-            "repeated" (as the program says).
-        reason: why.
-        where: file:line of the call, where the compiler tells.
-    """
-
-    graph: int
-    heads: int
-    key_heads: int
-    head_dim: int
-    keys: int | None
+    graph: int  # which of the function's graphs, 0 for the first one compiled
+    heads: int  # the number of heads of the query
+    key_heads: int  # the number of heads of keys and values, before they are repeated
+    head_dim: int  # width of a head of the keys
+    keys: int | None  # their number, None if it varies from call to call
+    # "fused" (the operator `decode_attention`), "grouped" (the heads of a group read the same keys), or "repeated"
     decision: str
     reason: str
-    where: str | None = None
+    where: str | None = None  # file:line of the call, where the compiler tells
 
 
 @dataclass(frozen=True)
 class RouterEntry:
-    """One router in a graph of torch.compile: softmax and top-k.
+    """One router in a graph of torch.compile: softmax and top-k."""
 
-    Attributes:
-        graph: which of the function's graphs, 0 for the first one compiled.
-        experts: E.
-        top_k: the experts of a token.
-        tokens: T, None if it varies from call to call.
-        decision: "moe_router" or "as written".
-        reason: why.
-        where: file:line of the call of torch.topk, where the compiler tells.
-    """
-
-    graph: int
-    experts: int
-    top_k: int
-    tokens: int | None
-    decision: str
+    graph: int  # which of the function's graphs, 0 for the first one compiled
+    experts: int  # E
+    top_k: int  # the experts of a token
+    tokens: int | None  # T, None if it varies from call to call
+    decision: str  # "moe_router" or "as written"
     reason: str
-    where: str | None = None
+    where: str | None = None  # file:line of the call of torch.topk, where the compiler tells
 
 
 Others = AttentionEntry | RouterEntry
