@@ -86,11 +86,9 @@ class RouterConfig:
 
 
 def choose_experts(logits: Tensor, bias: Tensor | None, form: RouterConfig) -> tuple[Tensor, Tensor]:
-    """Choose experts by logits (T, E) and bias (E,).
+    """Choose experts by logits (T, E) and bias (E,) -> scores (T, A) before `RouterConfig.weigh`, int64 ids (T, A).
 
-    Returns:
-        The scores (T, A) of the chosen experts before `RouterConfig.weigh`, and their int64 ids (T, A): the best first,
-        of equal experts the lower index first. NaN is above all numbers.
+    The best come first, of equal experts the lower index. NaN is above all numbers.
     """
     scores = form.scores(logits)
     # Logits have the same order as their scores, without ties by rounding.
@@ -162,10 +160,9 @@ def router_gradient(grad: Tensor, logits: Tensor, expert_ids: Tensor, form: Rout
 
 
 def sort_by_expert(ids_M: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
-    """Sort slots by their experts, int64 (M,) in [0, E), stably, in operations that Thunder and torch.compile trace.
+    """Sort slots by expert, int64 (M,) in [0, E), stably -> int64 (M,), the slot of each row; int32 (E,) row ends.
 
-    Returns:
-        (order, offsets): int64 (M,), the slot of each row; int32 (E,) row ends.
+    Thunder and torch.compile trace these operations.
     """
     order_M = torch.argsort(ids_M, stable=True)
     ones_M = torch.ones_like(ids_M, dtype=torch.int32)

@@ -82,12 +82,7 @@ def _patterns_of(value: object) -> Collection[str]:
 
 
 def parse_patterns(option: str, value: Any, or_else: str = "") -> list[str]:
-    """Returns the patterns of an option.
-
-    Args:
-        option: its name, for messages.
-        value: one pattern, or a list or tuple of them.
-        or_else: other types that the option takes, for the message.
+    """Returns the patterns of an option: one, or a list or tuple of them. `or_else`: other types that it takes.
 
     Raises:
         TypeError: the value is neither of these.

@@ -63,12 +63,7 @@ _CHOSEN: ContextVar[Format] = ContextVar("thunder_moe_format", default=NVFP4.nam
 
 @contextlib.contextmanager
 def choosing_format(option: str, format: Format | None) -> Iterator[None]:
-    """Let `in_chosen_format` give weights the format that the option of a compiler says; None is "nvfp4".
-
-    Raises:
-        ValueError: there is no such format; names the option.
-        TypeError: it is neither a name nor a function.
-    """
+    """Let `in_chosen_format` give weights the format that the option of a compiler says; None is "nvfp4"."""
     format = NVFP4.name if format is None else format
     if isinstance(format, str):
         if format.lower() not in FORMATS:
@@ -87,11 +82,7 @@ def choosing_format(option: str, format: Format | None) -> Iterator[None]:
 
 
 def in_chosen_format(gemm: GroupedGemm) -> GroupedGemm:
-    """Return a GEMM with the format that the compilation under way chooses for its weight, if it is one.
-
-    Raises:
-        ValueError: the option names no format.
-    """
+    """Return a GEMM with the format that the compilation under way chooses for its weight, if it is one."""
     choice = _CHOSEN.get()
     if isinstance(choice, str):
         return replace(gemm, format=choice)
@@ -102,11 +93,7 @@ def in_chosen_format(gemm: GroupedGemm) -> GroupedGemm:
 
 
 def common_format(*gemms: GroupedGemm) -> str:
-    """Return the one format of the weights of experts that one operator computes.
-
-    Raises:
-        ValueError: they have different ones.
-    """
+    """Return the one format of the weights of experts that one operator computes; ValueError for several."""
     formats = {gemm.format for gemm in gemms}
     if len(formats) > 1:
         chosen = ", ".join(f"{gemm.format!r} for {gemm.weight!r}" for gemm in gemms)

@@ -55,12 +55,7 @@ def compiler_with(executor: Any, **options: Any) -> Any:
 
 
 def _compile(compiler: Any, gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-    """Have Thunder compile a graph whose GEMMs have been decided on.
-
-    Raises:
-        NotImplementedError: the graph enters inference mode, computes with DTensors, or waits for a collective other
-            than an all-reduce.
-    """
+    """Have Thunder compile a graph whose GEMMs have been decided on; NotImplementedError for what it gets wrong."""
     if any(isinstance(value_of(node), FakeScriptObject) for node in gm.graph.nodes):
         raise NotImplementedError(
             "DTensor: Thunder 0.2.6 takes no graph of dynamo's that computes with DTensors on this torch: shard experts"
