@@ -20,17 +20,11 @@ from thunder.core.recipe import Plugin, PluginPolicy
 from thunder.core.transform_common import Transform
 from thunder.extend import Executor, register_executor, resolve_executors
 
+from thunder_moe.compilers import thunder_compat
 from thunder_moe.compilers.thunder import nvfuser, thunderfx
 from thunder_moe.compilers.thunder.rewrite import NVFP4Rewrite
 from thunder_moe.compilers.thunder.symbols import EXECUTOR, OPERATOR_SYMBOLS, SYMBOLS, grouped_mm, moe_experts
 from thunder_moe.compilers.thunder.training_symbols import CALLS, local_shard
-from thunder_moe.compilers.thunder_compat import (
-    put_first,
-    refused_dtensors,
-    route_thunderfx,
-    scaled_dot_product_attention,
-    with_python_types,
-)
 from thunder_moe.nn.grouped_linear import local_part
 from thunder_moe.nn.linear import traced_by_thunder
 from thunder_moe.ops.operator import is_eager, is_plain_eager
@@ -41,7 +35,7 @@ _OPS = torch.ops.thunder_moe
 moe_executor = register_executor(EXECUTOR)
 nvfuser.register()
 nvfp4_rewrite = NVFP4Rewrite()
-route_thunderfx(
+thunder_compat.route_thunderfx(
     lambda compiler: moe_executor in resolve_executors(compiler.thunder_options.get("executors")),
     thunderfx.compile_graph,
 )
@@ -54,7 +48,7 @@ def _join_compilation() -> None:
     """
     data = get_compile_data()
     if data is not None:
-        put_first(data, nvfp4_rewrite)
+        thunder_compat.put_first(data, nvfp4_rewrite)
         for module in data._thunder_module_map.values():
             # They look up the flags of the model's own hooks in Thunder's module, which has none.
             for flags in ("_forward_pre_hooks_with_kwargs", "_forward_hooks_always_called"):
@@ -86,13 +80,13 @@ moe_executor._lookasides.update(
         is_plain_eager: lambda tensor: False,
         is_eager: lambda: False,
         local_part: lambda whole, sharded: local_shard(whole) if sharded and whole is not None else whole,
-        **refused_dtensors(),
+        **thunder_compat.refused_dtensors(),
         torch._grouped_mm: _grouped_mm_lookaside,
         F.grouped_mm: _grouped_mm_lookaside,
         _OPS.trainable_grouped_mm: _grouped_mm_lookaside,
-        torch.tensor: with_python_types("tensor"),
-        torch.zeros: with_python_types("zeros"),
-        F.scaled_dot_product_attention: scaled_dot_product_attention,
+        torch.tensor: thunder_compat.with_python_types("tensor"),
+        torch.zeros: thunder_compat.with_python_types("zeros"),
+        F.scaled_dot_product_attention: thunder_compat.scaled_dot_product_attention,
         **{getattr(_OPS, name): _lookaside(call) for name, call in (OPERATOR_SYMBOLS | CALLS).items()},
         **{getattr(_OPS, f"f16a_{format}weight_moe_experts"): _lookaside(moe_experts(format)) for format in SYMBOLS},
     }

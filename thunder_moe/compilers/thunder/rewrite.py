@@ -27,7 +27,7 @@ from thunder.core.transform_common import Transform
 from thunder_moe.compilers.eligibility import GroupedGemm, choosing_format, common_format, describe
 from thunder_moe.compilers.safety import is_hidden_training_forward
 from thunder_moe.compilers.swiglu import SwiGLU
-from thunder_moe.compilers.thunder import nvfuser
+from thunder_moe.compilers.thunder import nvfuser, symbols
 from thunder_moe.compilers.thunder.routers import find_routers, fuse_router
 from thunder_moe.compilers.thunder.sites import (
     Quantized,
@@ -38,19 +38,7 @@ from thunder_moe.compilers.thunder.sites import (
     linear_buffers,
     trained_weights,
 )
-from thunder_moe.compilers.thunder.symbols import (
-    EXECUTOR,
-    OPTION,
-    SYMBOLS,
-    check_grad_mode,
-    check_memory,
-    check_replaced,
-    declare_changed,
-    grouped_mm,
-    nvfp4_grouped_swiglu,
-    nvfp4_pack,
-    nvfp4_swizzle,
-)
+from thunder_moe.compilers.thunder.symbols import SYMBOLS
 from thunder_moe.compilers.thunder.trace import Computation, is_view, names_read
 from thunder_moe.compilers.thunder.training_symbols import (
     activated_linear,
@@ -79,7 +67,7 @@ class NVFP4Rewrite(Transform):
     ) -> tuple[TraceCtx, TraceCtx, TraceCtx | None]:
         computation = Computation(computation_trace)
         refuse_changes_in_graphs(get_compile_data().transforms, computation.written_arguments())
-        with choosing_format(OPTION, get_compile_option(OPTION, _OPTION_SAYS)):
+        with choosing_format(symbols.OPTION, get_compile_option(symbols.OPTION, _OPTION_SAYS)):
             sites = find_sites(prologue_trace, computation)
         eligible = [site for site in sites if site.reason is None]
         swiglu = find_swiglu(computation, eligible)
@@ -118,7 +106,7 @@ class NVFP4Rewrite(Transform):
             )
             decisions.append((gemm, decision, reason + routes.get(site, "")))
         decisions += [(q.gemm, q.decision, f"quantized beforehand{routes[q]}") for q in before]
-        EXECUTOR.record(get_compile_data(), decisions, router_entries)
+        symbols.EXECUTOR.record(get_compile_data(), decisions, router_entries)
         checks, declarations = _conditions(prologue_trace, computation, sites, before, list(packs.values()))
         arguments = computation_trace.args
         if replacements or computation.written_arguments():
@@ -161,7 +149,7 @@ def _replace(
     options = dict(
         transposed=transposed, interleaved=interleaved, names=" and ".join(str(site.gemm.weight) for site in sites)
     )
-    swizzled = _PackStep(nvfp4_pack, weights, options | dict(layout=nvfuser.LAYOUT))
+    swizzled = _PackStep(symbols.nvfp4_pack, weights, options | dict(layout=nvfuser.LAYOUT))
     more: tuple[Any, ...] = ()
     form: dict[str, Any] = {}
     scales, calls = None, list[BoundSymbol]()
@@ -185,7 +173,7 @@ def _replace(
     if not calls:
         device = to_torch_device(weights[0].device)
         layout = stacked_layout(*weights, transposed=transposed, device=device, format=BLOCK_FORMATS[format])
-        packed = _pack(packs, _PackStep(nvfp4_pack, weights, options | dict(layout=layout, format=format)))
+        packed = _pack(packs, _PackStep(symbols.nvfp4_pack, weights, options | dict(layout=layout, format=format)))
         calls = [symbol.bind(a, *packed, offsets, *more, layout=layout, **form, output=out)]
     if finish and scales is not None:
         calls = [*calls, grouped_bias.bind(out, offsets, None, None, scales, output=output)]
@@ -222,7 +210,7 @@ def _reads_live_rows_alone(computation: Computation, output: TensorProxy, offset
     """True if no reader of the result of a GEMM of GroupedLinear reads a row past the last row end."""
 
     def is_careful(reader: BoundSymbol) -> bool:
-        operands = {grouped_mm.id: 2, grouped_bias.id: 1, scaled_activation.id: 2, activated_linear.id: 2}
+        operands = {symbols.grouped_mm.id: 2, grouped_bias.id: 1, scaled_activation.id: 2, activated_linear.id: 2}
         position = operands.get(reader.sym.id)
         if position is None or reader.args[0].name != output.name or reader.args[position] is None:
             return False
@@ -257,8 +245,8 @@ def _replace_quantized(
     buffers = linear_buffers(computation, bsym)
     if buffers is None:
         return [], _route(nvfuser.refusal(bsym.sym, *bsym.args, **bsym.kwargs))
-    parts = 2 if bsym.sym.id == nvfp4_grouped_swiglu.id else 1
-    swizzled = _PackStep(nvfp4_swizzle, buffers, dict(parts=parts))
+    parts = 2 if bsym.sym.id == symbols.nvfp4_grouped_swiglu.id else 1
+    swizzled = _PackStep(symbols.nvfp4_swizzle, buffers, dict(parts=parts))
     return _by_nvfuser(packs, swizzled, bsym.sym, bsym.args[0], bsym.args[4], bsym.output, quantized.gemm)
 
 
@@ -275,7 +263,8 @@ def _by_nvfuser(
     options = dict(layout=nvfuser.LAYOUT, activation_amax=_activation_amax(gemm))
     reason = nvfuser.refusal(symbol, a, *pack.symbol.meta(*pack.weights, **pack.options), offsets, **options)
     n = pack.weights[0].shape[2 if pack.options.get("transposed") else 1]
-    if symbol is nvfp4_grouped_swiglu and pack.symbol is nvfp4_pack and len(pack.weights) == 1 and n != pad_rows(n):
+    stacked = symbol is symbols.nvfp4_grouped_swiglu and pack.symbol is symbols.nvfp4_pack and len(pack.weights) == 1
+    if stacked and n != pad_rows(n):
         reason = f"gate and up are one weight of {n} rows, which are padded together"
     if reason is not None:
         return [], _route(reason)
@@ -309,7 +298,7 @@ def _pack(packs: dict[tuple[Any, ...], _PackStep], pack: _PackStep) -> tuple[Ten
     symbol, weights = pack.symbol, pack.weights
     key = (symbol.name, *pack.options.items(), *(weight.name for weight in weights))
     if key not in packs:
-        stem = weights[0].name if symbol is nvfp4_swizzle else "_and_".join(weight.name for weight in weights)
+        stem = weights[0].name if symbol is symbols.nvfp4_swizzle else "_and_".join(weight.name for weight in weights)
         likes = symbol.meta(*weights, **pack.options)
         stem += "_swizzled" if likes[0].dtype == dtypes.float4_e2m1fn_x2 else ""
         # The name is taken if a weight is packed both in its own layout and transposed, or if another argument has this
@@ -335,11 +324,11 @@ def _conditions(
     by_mode = {weight.name: weight for weight in off if weight is not None}
     if by_mode:
         hidden = is_hidden_training_forward()
-        checks.append(check_grad_mode.bind(*by_mode.values(), hidden_training=hidden, output=None))
+        checks.append(symbols.check_grad_mode.bind(*by_mode.values(), hidden_training=hidden, output=None))
     packed = {weight.name: weight for pack in packs for weight in pack.weights}
     written = computation.written_arguments()
     if packed and written:
-        checks.append(check_memory.bind(*packed.values(), *written, packed=len(packed), output=None))
+        checks.append(symbols.check_memory.bind(*packed.values(), *written, packed=len(packed), output=None))
     read = {computation.origin(proxy.name) for call in quantized for proxy in call.bsym.flat_proxy_args} | packed.keys()
     kinds = (prims.PrimIDs.UNPACK_PARAMETER, prims.PrimIDs.UNPACK_BUFFER)
     fetches = [bsym for bsym in prologue.bound_symbols if bsym.sym.id in kinds and bsym.output.name in read]
@@ -347,10 +336,10 @@ def _conditions(
     if fetches and all(type(t).transform_module is Transform.transform_module for t in get_compile_data().transforms):
         held = [proxy for bsym in fetches for proxy in (bsym.args[0], bsym.output)]
         paths = tuple(tuple(bsym.args[1].split(".")) for bsym in fetches)
-        checks.append(check_replaced.bind(*held, paths=paths, output=None))
+        checks.append(symbols.check_replaced.bind(*held, paths=paths, output=None))
     trained = trained_weights(computation)
     if trained:
-        declarations.append(declare_changed.bind(*trained, output=None))
+        declarations.append(symbols.declare_changed.bind(*trained, output=None))
     return checks, declarations
 
 
