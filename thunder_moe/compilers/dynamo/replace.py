@@ -28,13 +28,7 @@ from thunder_moe.compilers.dynamo.nodes import calls, is_in_place, kind_of, stat
 from thunder_moe.compilers.dynamo.scopes import Scope
 from thunder_moe.compilers.dynamo.sites import Site, read_live_rows_alone
 from thunder_moe.compilers.swiglu import SwiGLU
-from thunder_moe.ops import (  # noqa: F401  (registers the operators)
-    experts,
-    grouped_mm,
-    grouped_swiglu,
-    route,
-    trainable_grouped_mm,
-)
+from thunder_moe.ops import experts, grouped_mm, grouped_swiglu, route, trainable_grouped_mm  # noqa: F401  (registers)
 
 __all__ = [
     "add_inputs", "erase", "replace_fused_moe", "replace_gathered_bmm", "replace_gemm", "replace_node",

@@ -36,9 +36,7 @@ from thunder_moe.compilers.report import RouterEntry
 from thunder_moe.compilers.routers import RouterMatch, match_router, reason_against_kernels
 from thunder_moe.compilers.safety import Program
 from thunder_moe.compilers.spellings import keeps_order
-from thunder_moe.ops.experts import moe_experts  # noqa: F401  (registers the operator)
-from thunder_moe.ops.route import moe_route  # noqa: F401  (registers the operator)
-from thunder_moe.ops.router import moe_router  # noqa: F401  (registers the operator)
+from thunder_moe.ops.router import moe_router  # noqa: F401  (registers the operator; replace.py registers the others)
 
 __all__ = ["Router", "find_routers", "fuse_router", "share_orders"]
 

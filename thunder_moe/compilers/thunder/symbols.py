@@ -34,10 +34,7 @@ from thunder_moe.compilers.thunder.lookasides import LateLookasides
 from thunder_moe.formats.block_format import BLOCK_FORMATS, NVFP4, BlockFormat
 from thunder_moe.formats.layouts import LINEAR, SWIZZLED_128X4, scale_shape
 from thunder_moe.kernels import trainable_grouped_mm
-from thunder_moe.ops import activation as _activation  # noqa: F401  (registers the operators)
-from thunder_moe.ops import experts_lora as _experts_lora  # noqa: F401  (likewise)
-from thunder_moe.ops import fake_quantize as _fake_quantize  # noqa: F401  (likewise)
-from thunder_moe.ops import scaled_mm as _scaled_mm  # noqa: F401  (likewise)
+from thunder_moe.ops import activation, experts_lora, fake_quantize, scaled_mm  # noqa: F401  (registers the operators)
 from thunder_moe.ops.operator import OPERATORS, Operator, op_name_for
 from thunder_moe.weight_cache import pad_rows
 
