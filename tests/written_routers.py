@@ -11,6 +11,11 @@ import torch.nn.functional as F
 T, E, A = 7, 12, 3
 
 
+def wide(mask):
+    """Return a mask of groups (T, G) as one of experts."""
+    return mask.unsqueeze(-1).expand(-1, mask.shape[1], E // mask.shape[1]).reshape(-1, E)
+
+
 def qwen(logits):
     values, ids = torch.topk(F.softmax(logits, dtype=torch.float, dim=-1), A, dim=-1)
     values /= values.sum(dim=-1, keepdim=True)
@@ -76,8 +81,8 @@ def by_best_of_groups(logits):
     best = scores.view(-1, 4, E // 4).max(dim=-1).values
     ids = torch.topk(best, k=2, dim=-1, sorted=False)[1]
     mask = torch.zeros_like(best).scatter(1, ids, 1.0)
-    mask = mask.repeat_interleave(E // 4, dim=1)
-    values, ids = torch.topk(torch.where(mask > 0, scores, 0.0), k=A, dim=-1, sorted=False)
+    mask = wide(mask)
+    values, ids = torch.topk(scores.masked_fill(~mask.bool(), 0.0), k=A, dim=-1, sorted=False)
     return values * 16, ids
 
 
@@ -224,7 +229,8 @@ def masked_scores(logits):
     """The scores, not the choice, are of the groups; the bias is added behind the mask."""
     scores = logits.sigmoid()
     best = scores.view(-1, 4, E // 4).amax(-1)
-    mask = torch.zeros_like(best).scatter_(1, best.topk(2)[1], 1).repeat_interleave(E // 4, 1)
+    mask = torch.zeros_like(best).scatter_(1, best.topk(2)[1], 1)
+    mask = wide(mask)
     ids = (scores.masked_fill(~mask.bool(), 0.0) + BIAS).topk(A)[1]
     return scores.gather(1, ids), ids
 
@@ -234,7 +240,8 @@ def other_groups(logits):
     scores = logits.sigmoid()
     choice = scores + BIAS
     best = choice.view(-1, E // 4, 4).transpose(1, 2).amax(-1)
-    mask = torch.zeros_like(best).scatter_(1, best.topk(2)[1], 1).repeat_interleave(E // 4, 1)
+    mask = torch.zeros_like(best).scatter_(1, best.topk(2)[1], 1)
+    mask = wide(mask)
     ids = choice.masked_fill(~mask.bool(), 0.0).topk(A)[1]
     return scores.gather(1, ids), ids
 
@@ -243,7 +250,8 @@ def inverted_groups(logits):
     scores = logits.sigmoid()
     choice = scores + BIAS
     best = choice.view(-1, 4, E // 4).amax(-1)
-    mask = torch.zeros_like(best).scatter_(1, best.topk(2)[1], 1).repeat_interleave(E // 4, 1)
+    mask = torch.zeros_like(best).scatter_(1, best.topk(2)[1], 1)
+    mask = wide(mask)
     ids = choice.masked_fill(mask.bool(), 0.0).topk(A)[1]
     return scores.gather(1, ids), ids
 
@@ -254,7 +262,7 @@ def mask_changed(logits):
     best = choice.view(-1, 4, E // 4).amax(-1)
     mask = torch.zeros_like(best).scatter_(1, best.topk(2)[1], 1)
     mask[:, 0] = 1
-    ids = choice.masked_fill(~mask.repeat_interleave(E // 4, 1).bool(), 0.0).topk(A)[1]
+    ids = choice.masked_fill(~wide(mask).bool(), 0.0).topk(A)[1]
     return scores.gather(1, ids), ids
 
 
@@ -264,7 +272,7 @@ def mask_too(logits):
     best = choice.view(-1, 4, E // 4).amax(-1)
     mask = torch.zeros_like(best)
     mask.scatter_(1, best.topk(2)[1], 1)
-    ids = choice.masked_fill(~mask.repeat_interleave(E // 4, 1).bool(), 0.0).topk(A)[1]
+    ids = choice.masked_fill(~wide(mask).bool(), 0.0).topk(A)[1]
     return scores.gather(1, ids), ids, mask
 
 
@@ -274,7 +282,7 @@ def wide_mask_too(logits):
     best = choice.view(-1, 4, E // 4).amax(-1)
     mask = torch.zeros_like(best)
     mask.scatter_(1, best.topk(2)[1], 1)
-    mask = mask.repeat_interleave(E // 4, 1)
+    mask = wide(mask)
     ids = choice.masked_fill(~mask.bool(), 0.0).topk(A)[1]
     return scores.gather(1, ids), ids, mask
 
@@ -404,7 +412,8 @@ def groups_of_another_bias(logits):
     """The groups' scores have another bias."""
     scores = logits.sigmoid()
     best = (scores + BIAS).view(-1, 6, E // 6).amax(-1)
-    mask = torch.zeros_like(best).scatter_(1, best.topk(2)[1], 1).repeat_interleave(E // 6, 1)
+    mask = torch.zeros_like(best).scatter_(1, best.topk(2)[1], 1)
+    mask = wide(mask)
     ids = (scores + BIAS.abs()).masked_fill(~mask.bool(), 0.0).topk(A)[1]
     return scores.gather(1, ids), ids
 
@@ -413,7 +422,8 @@ def too_many_of_a_group(logits):
     scores = logits.sigmoid()
     choice = scores + BIAS
     best = choice.view(-1, 6, E // 6).amax(-1)
-    mask = torch.zeros_like(best).scatter_(1, best.topk(1)[1], 1).repeat_interleave(E // 6, 1)
+    mask = torch.zeros_like(best).scatter_(1, best.topk(1)[1], 1)
+    mask = wide(mask)
     ids = choice.masked_fill(~mask.bool(), float("-inf")).topk(A)[1]
     return scores.gather(1, ids), ids
 

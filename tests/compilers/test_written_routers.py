@@ -80,7 +80,7 @@ def test_a_written_router_with_its_gradient(compiler, function):
 
 
 # A trace is functional: a tensor that is changed in place is another one.
-_DIFFERENT = {mask_too: True, mask_changed: None}
+_DIFFERENT = {mask_changed: None}
 
 
 @pytest.mark.parametrize(("compiler", "function"), list(cases(OTHERS)))
@@ -96,4 +96,4 @@ def test_other_code_computes_what_it_says(compiler, function):
         [] if fused is None else ["moe_router" if fused else "as written"]
     )
     if fused is False:
-        assert re.search("in place|grad mode|chooses 3 of the 2", report()[0].reason)
+        assert re.search("in place|grad mode|chooses 3 of the 2|read elsewhere", report()[0].reason)

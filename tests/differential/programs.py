@@ -567,15 +567,12 @@ class Generator:
             if experts == 4 and top_k <= 2 and self.chance(0.6):
                 own["mask"] = "mask"
                 best = self.random.choice(("topk(2, dim=-1)[0].sum(-1)", "amax(-1)"))
-                wide = self.random.choice(
-                    ("mask.unsqueeze(-1).expand(-1, 2, 2).reshape(-1, 4)", "mask.repeat_interleave(2, dim=1)")
-                )
                 fill = self.random.choice(('float("-inf")', "0.0", "-100.0"))
                 lines += [
                     f"groups = {choice}.view(-1, 2, 2).{best}",
                     "mask = torch.zeros_like(groups)",
                     "mask.scatter_(1, groups.topk(1, dim=-1)[1], 1)",
-                    f"wide = {wide}",
+                    "wide = mask.unsqueeze(-1).expand(-1, 2, 2).reshape(-1, 4)",
                     f"masked = {choice}.masked_fill(~wide.bool(), {fill})",
                 ]
                 choice = "masked"

@@ -105,11 +105,6 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
 
 
-def _is(value: Any, number: int) -> bool:
-    """True if a value, which may be a tensor of the program, is a number."""
-    return isinstance(value, (int, float)) and value == number
-
-
 class _Matcher:
     def __init__(self, graph: RouterGraph, top_k: Any) -> None:
         self.graph = graph
@@ -147,7 +142,7 @@ class _Matcher:
         graph, found = self.graph, self.found
         choice = self.behind_detach(compared)
         operation = graph.maker(choice)
-        if graph.kind(operation) in ("masked_fill", "where"):
+        if graph.kind(operation) == "masked_fill":
             self.add_choosing(operation)
             choice = self.behind_groups(operation)
             operation = graph.maker(choice)
@@ -170,40 +165,27 @@ class _Matcher:
     def behind_groups(self, operation: Any) -> Any:
         """Return the choice behind a mask of all but the best groups of experts."""
         graph, found = self.graph, self.found
-        given, keeps = graph.given(operation), True
-        if graph.kind(operation) == "masked_fill":
-            choice, mask, fill, keeps = given.get("input"), given.get("mask"), given.get("value"), False
-        else:
-            choice, mask, fill = given.get("input"), given.get("condition"), given.get("other")
-            if graph.example(choice) is None:
-                choice, fill, keeps = fill, choice, False
+        given, keeps = graph.given(operation), False
+        choice, mask, fill = given.get("input"), given.get("mask"), given.get("value")
         require(self.shape(choice, 2)[1] == self.experts and self.shape(mask, 2)[1] == self.experts)
         require(isinstance(fill, (int, float)) and not isinstance(fill, bool) and fill in (0, -math.inf))
-        while (kind := graph.kind(graph.maker(mask))) in ("not", "cast", "nonzero"):
-            negated = kind == "not"
-            require(kind != "nonzero" or _is(graph.given(graph.maker(mask)).get("other"), 0))
+        while (kind := graph.kind(graph.maker(mask))) in ("not", "cast"):
             mask = self.choosing_input(mask)
-            require(not negated or graph.example(mask).dtype == torch.bool)  # ~1 is -2
-            keeps ^= negated
+            require(kind == "cast" or graph.example(mask).dtype == torch.bool)  # ~1 is -2
+            keeps ^= kind == "not"
         require(keeps)
         # (T, G) -> (T, G, 1) -> (T, G, E // G) -> (T, E)
-        if graph.kind(graph.maker(mask)) == "repeat_interleave":
-            repeated = graph.given(graph.maker(mask))
-            require(isinstance(repeated.get("repeats"), int) and repeated.get("dim") in _LAST)
-            mask = self.choosing_input(mask)
-            groups = self.shape(mask, 2)[1]
-            require(groups * repeated["repeats"] == self.experts)
-        else:
-            mask = self.choosing_input(mask, "view")
-            groups, size = self.shape(mask, 3)[1:]
-            require(groups * size == self.experts)
-            mask = self.choosing_input(mask, "expand")
-            require(tuple(self.shape(mask, 3)[1:]) == (groups, 1))
-            mask = self.choosing_input(mask, "view")
-            require(self.shape(mask, 2)[1] == groups)
+        mask = self.choosing_input(mask, "view")
+        groups, size = self.shape(mask, 3)[1:]
+        require(groups * size == self.experts)
+        mask = self.choosing_input(mask, "expand")
+        require(tuple(self.shape(mask, 3)[1:]) == (groups, 1))
+        mask = self.choosing_input(mask, "view")
+        require(self.shape(mask, 2)[1] == groups)
         scatter = graph.maker(mask)
         scattered = self.given(scatter, "scatter")
-        require(scattered.get("dim") in _LAST and _is(scattered.get("value"), 1))
+        one = scattered.get("value")  # may be a tensor of the program
+        require(scattered.get("dim") in _LAST and isinstance(one, (int, float)) and one == 1)
         zeros = graph.maker(scattered["input"])
         while graph.kind(zeros) == "cast":
             self.add_choosing(zeros)
