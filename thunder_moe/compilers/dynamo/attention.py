@@ -1,5 +1,5 @@
 """Takes causal masks from attention, and finds masked attention that repeats keys and values for heads that share them.
-Called by rewrite.py and decode_attention.py; calls scopes.py, effects.py and kernels/attention.py.
+Called by rewrite.py and decode_attention.py; calls scopes.py, effects.py, replace.py and kernels/attention.py.
 
     sdpa(q, keys, values, mask) = sdpa(q, keys, values, is_causal=True)       if the mask hides later keys alone
 

@@ -1,5 +1,5 @@
 """Puts NVFP4 operators in the place of experts' GEMMs, SwiGLUs and whole layers, and erases what these alone used.
-Called by rewrite.py with what the finders found, and by routers.py; changes graphs and decides nothing.
+Called by rewrite.py with what the finders found, by routers.py and attention.py; changes graphs and decides nothing.
 
     grouped_mm(x, w.mT, offs)                -> NVFP4 GEMM
     grouped_linear(x, w, offs, bias, scale)  -> NVFP4 GEMM -> grouped_bias
