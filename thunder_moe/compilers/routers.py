@@ -22,7 +22,7 @@ from typing import Any, Protocol
 import torch
 
 from thunder_moe.compilers.report import RouterEntry
-from thunder_moe.compilers.spellings import MismatchError, Operations, require
+from thunder_moe.compilers.spellings import MismatchError, Operations, is_number, require
 from thunder_moe.kernels.cuda.router import unserved_reason
 from thunder_moe.ops.checks import ACTIVATION_DTYPES as _DTYPES
 from thunder_moe.routing import RouterConfig
@@ -99,10 +99,6 @@ def reason_against_kernels(graph: RouterGraph, match: RouterMatch) -> str | None
         return f"it chooses {form.top_k} of the {kept} experts of its groups"
     reason = unserved_reason(logits.shape[1], form)
     return None if reason is None else f"no kernel serves {reason}"
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
 
 
 class _Matcher:
@@ -297,9 +293,9 @@ class _Matcher:
             return [operation], {}
         require(kind in ("mul", "div") and "scale" not in found.options)
         scores, factor = given["input"], given["other"]
-        if kind == "mul" and _is_number(scores):
+        if kind == "mul" and is_number(scores):
             scores, factor = factor, scores
-        require(scores is found.scores and _is_number(factor) and (kind == "mul" or factor != 0))
+        require(scores is found.scores and is_number(factor) and (kind == "mul" or factor != 0))
         return [operation], dict(scale=float(factor) if kind == "mul" else 1.0 / factor)
 
     def normalization(self, readers: set[Any]) -> tuple[list[Any], dict[str, Any]]:
@@ -316,7 +312,7 @@ class _Matcher:
             if graph.kind(operation) != kind:
                 continue
             given = graph.given(operation)
-            numbers = [value for value in given.values() if _is_number(value)]
+            numbers = [value for value in given.values() if is_number(value)]
             require(len(given) == 2 and any(value is divisor for value in given.values()))
             require("max" not in given and len(numbers) == 1 and numbers[0] >= 0)
             options[name] = float(numbers[0])

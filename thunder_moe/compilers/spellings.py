@@ -11,6 +11,7 @@ docs/design.md shows one.
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -23,7 +24,7 @@ from thunder_moe.ops import activation, grouped_linear  # noqa: F401  (registers
 
 __all__ = [
     "IN_PLACE", "SYMBOLS", "TARGETS", "MismatchError", "Operations", "Spelling", "column_part", "is_interleaved",
-    "keeps_order", "require",
+    "is_number", "keeps_order", "require",
 ]  # fmt: skip
 
 aten = torch.ops.aten
@@ -178,6 +179,11 @@ def keeps_order(kind: str, arguments: Mapping[str, Any]) -> bool:
     parts = index if isinstance(index, tuple) else (index,)
     whole = (part is None or part is ... or (isinstance(part, slice) and part == slice(None)) for part in parts)
     return kind in ("view", "unsqueeze") or (kind == "getitem" and all(whole))
+
+
+def is_number(value: Any) -> bool:
+    """True for a finite number of Python, which is not a truth value."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
 
 
 class MismatchError(Exception):

@@ -22,7 +22,7 @@ from torch import Tensor, fx
 from thunder_moe.compilers.dynamo.effects import is_wrapped
 from thunder_moe.compilers.dynamo.nodes import behind, calls, given, in_both_orders, operator_of, same, value_of
 from thunder_moe.compilers.dynamo.scopes import Scope
-from thunder_moe.compilers.spellings import MismatchError, require
+from thunder_moe.compilers.spellings import MismatchError, is_number, require
 from thunder_moe.formats.block_format import BLOCK_FORMATS, BlockFormat
 from thunder_moe.formats.layouts import LINEAR
 from thunder_moe.kernels.cuda import direct, router
@@ -31,7 +31,7 @@ from thunder_moe.kernels.specs import GemmSpec, WeightSpec
 from thunder_moe.ops import add_norm  # noqa: F401  (registers the operators)
 from thunder_moe.routing import RouterConfig
 
-__all__ = ["fuse_add_norms", "is_number", "norm_of"]
+__all__ = ["fuse_add_norms", "norm_of"]
 
 _OPS: Any = torch.ops.thunder_moe
 _LAYERS: dict[Any, BlockFormat] = {
@@ -202,8 +202,3 @@ def norm_of(node: Any) -> Norm | None:
                 nodes = frozenset({node, scaled, product, wide, factor, total, mean, square})
                 return Norm(source, weight, float(summed["other"]), nodes)
     return None
-
-
-def is_number(value: Any) -> bool:
-    """True for a Python number, and False for a truth value."""
-    return isinstance(value, (int, float)) and not isinstance(value, bool)

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from thunder_moe.compilers.dynamo.add_norm import is_number, norm_of
+from thunder_moe.compilers.dynamo.add_norm import norm_of
 from thunder_moe.compilers.dynamo.attention import behind_repeat
 from thunder_moe.compilers.dynamo.effects import is_wrapped, storages_of
 from thunder_moe.compilers.dynamo.nodes import (
@@ -40,7 +40,7 @@ from thunder_moe.compilers.dynamo.nodes import (
 from thunder_moe.compilers.dynamo.nodes import tensor as tensor_of
 from thunder_moe.compilers.dynamo.scopes import Scope
 from thunder_moe.compilers.report import AttentionEntry
-from thunder_moe.compilers.spellings import MismatchError, require
+from thunder_moe.compilers.spellings import MismatchError, is_number, require
 from thunder_moe.kernels.cuda.decode_attention import unserved_reason
 from thunder_moe.ops import decode_attention  # noqa: F401  (registers the operator)
 
