@@ -27,8 +27,6 @@ from thunder_moe.checkpoint.writer import parse_size, require_absent
 from thunder_moe.dense_names import is_encoder, is_linear
 from thunder_moe.formats.block_format import NVFP4
 
-__all__ = ["main"]
-
 _SENSITIVITY = (
     "Measures what a Hugging Face model loses on a text with each block of experts alone in NVFP4 and in MXFP8, and"
     " prints a table; writes OUTPUT.json and OUTPUT.png. With --budget it chooses the format of each block with the"

@@ -8,18 +8,6 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 
-__all__ = [
-    "READ_TOGETHER",
-    "READ_TOGETHER_BY",
-    "is_embedding",
-    "is_encoder",
-    "is_linear",
-    "is_read_by_code",
-    "is_router",
-    "read_together",
-    "sharing_scale",
-]
-
 # Routers stay 16-bit: they are small, and their rounding would change the choice of experts.
 _ROUTERS = re.compile(r"(^|[._])(router|gate|gating|wg)($|\.)")
 # Encoders of other things than text see many rows at once, where 4-bit weights gain nothing.

@@ -11,8 +11,6 @@ from typing import Any, TextIO
 
 from tqdm import tqdm
 
-__all__ = ["progress_bar"]
-
 # Seconds between two lines of a bar.
 _INTERVAL = 30.0
 

@@ -14,8 +14,6 @@ import os
 import sys
 from collections.abc import Callable
 
-__all__ = ["on_import", "register", "unregister"]
-
 _COMPAT = "thunder_moe.compilers.thunder_compat"
 _QUANTIZER = "thunder_moe.integrations.huggingface.quantizer"  # importing it adds the entries in transformers
 

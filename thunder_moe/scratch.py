@@ -15,8 +15,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from tempfile import mkdtemp
 
-__all__ = ["lock", "move_files", "remove_leftovers", "scratch_directory"]
-
 logger = logging.getLogger(__name__)
 
 

@@ -21,11 +21,6 @@ from torch import nn
 
 from thunder_moe.formats.registry import FORMATS, find_format
 
-__all__ = [
-    "Format", "Names", "Patterns", "Selection", "Selector", "check_patterns", "format_function", "parents",
-    "parse_patterns", "require_matches", "require_signature", "select", "shortened", "without_numbers",
-]  # fmt: skip
-
 Patterns = str | Sequence[str]
 Selection = Patterns | Callable[[nn.Module, str], bool]
 Format = str | Mapping[str, str | None] | Callable[[nn.Module, str], str | None]

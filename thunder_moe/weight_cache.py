@@ -33,10 +33,6 @@ from thunder_moe.kernels.forks import ForkLock
 from thunder_moe.kernels.slow_paths import warn_once
 from thunder_moe.ops import grouped_mm
 
-__all__ = [
-    "changed", "get", "local_data", "of_nvf_cutlass", "operands", "pad_rows", "refresh", "stacked_layout", "swizzled",
-]  # fmt: skip
-
 _Tensors = tuple[torch.Tensor, ...]
 _Recipe = tuple[Any, ...]  # a name of `_MAKERS`, then further arguments of that function
 

@@ -18,8 +18,6 @@ from thunder_moe.checkpoint.reader import Checkpoint
 from thunder_moe.dense_names import READ_TOGETHER, is_embedding, is_encoder, is_linear, is_router
 from thunder_moe.formats.registry import FORMATS
 
-__all__ = ["Choice", "choose"]
-
 _LOGGER = logging.getLogger(__name__)
 
 

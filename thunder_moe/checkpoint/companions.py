@@ -9,8 +9,6 @@ import os
 import shutil
 from pathlib import Path
 
-__all__ = ["copy_companions"]
-
 _LOGGER = logging.getLogger(__name__)
 
 # Endings of weights in any form, and of unfinished downloads.

@@ -31,8 +31,6 @@ from thunder_moe.formats.registry import FORMATS, check_scale_search, find_forma
 from thunder_moe.progress import progress_bar
 from thunder_moe.selection import Format, Patterns, Selection
 
-__all__ = ["LayerError", "convert"]
-
 logger = logging.getLogger(__name__)
 
 

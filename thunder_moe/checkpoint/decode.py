@@ -19,8 +19,6 @@ from thunder_moe.checkpoint.modules import ExpertBlock, Module
 from thunder_moe.formats.gate_up import deinterleave
 from thunder_moe.formats.weight import PackedWeight, joined
 
-__all__ = ["decode_dense", "decode_experts"]
-
 
 def decode_experts(
     files: TensorFiles, block: ExpertBlock, interleaved: bool, part: ExpertsPart = UNSHARDED

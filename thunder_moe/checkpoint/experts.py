@@ -13,8 +13,6 @@ import torch
 from thunder_moe.formats.layouts import BLOCK_SIZE
 from thunder_moe.formats.weight import PackedWeight
 
-__all__ = ["UNSHARDED", "ExpertWeights", "ExpertsLayout", "ExpertsPart"]
-
 
 @dataclass(frozen=True)
 class ExpertsLayout:

@@ -19,8 +19,6 @@ from safetensors import SafetensorError, safe_open
 
 from thunder_moe.formats.checks import require_path
 
-__all__ = ["TensorFiles", "TensorInfo", "expand_user", "find_checkpoint", "read_headers", "read_json", "require_inside"]
-
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
 # Endings of the names of tensors that are floating-point in every model.

@@ -12,8 +12,6 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from thunder_moe.dense_names import READ_TOGETHER
 
-__all__ = ["ignored_modules", "merge_conflicts"]
-
 HEAD = "lm_head"
 _EXPERTS = re.compile(r"((?:.+\.)?experts)\.")
 # Tensors of all experts of a layer that are named beside the experts (Granite).

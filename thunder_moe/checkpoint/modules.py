@@ -15,11 +15,6 @@ from thunder_moe.checkpoint.experts import ExpertsLayout
 from thunder_moe.checkpoint.files import TensorFiles, TensorInfo
 from thunder_moe.formats.block_format import MXFP8
 
-__all__ = [
-    "CACHE_FIELDS", "FP8_SCALE_FIELDS", "PROJECTIONS", "ExpertBlock", "Module", "Modules", "is_interleaved",
-    "sort_modules",
-]  # fmt: skip
-
 # Models whose fused gate and up rows alternate.
 INTERLEAVED_MODEL_TYPES = ("gpt_oss",)
 # Scales of 4-bit activations and of the key-value cache, which stay 16-bit here.

@@ -22,8 +22,6 @@ from thunder_moe.checkpoint.files import read_json
 from thunder_moe.checkpoint.writer import require_absent, shard_paths, write_json
 from thunder_moe.scratch import lock
 
-__all__ = ["PartialCheckpoint", "open_partial", "partial_path"]
-
 logger = logging.getLogger(__name__)
 
 PROGRESS_NAME = "progress.json"

@@ -20,8 +20,6 @@ from thunder_moe.formats.gate_up import deinterleave
 from thunder_moe.formats.registry import NumberFormat, dequantize
 from thunder_moe.formats.weight import PackedWeight, joined
 
-__all__ = ["quantize_experts", "quantize_linears", "quantize_tensor"]
-
 
 @dataclass
 class _Noise:

@@ -31,8 +31,6 @@ from thunder_moe.formats.block_format import BlockFormat
 from thunder_moe.formats.registry import dequantize
 from thunder_moe.formats.weight import PackedWeight
 
-__all__ = ["Checkpoint", "Unit"]
-
 Unit = tuple[TensorInfo, Callable[[], Any]]
 
 

@@ -29,8 +29,6 @@ from thunder_moe.checkpoint.modules import sort_modules
 from thunder_moe.formats.weight import PackedWeight
 from thunder_moe.scratch import remove_leftovers, scratch_directory
 
-__all__ = ["ShardWriter", "encode", "parse_size", "shard_paths", "write_checkpoint", "write_configs"]
-
 logger = logging.getLogger(__name__)
 
 # A shard is held twice while it is written, beside one layer.

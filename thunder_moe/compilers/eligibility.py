@@ -27,11 +27,6 @@ from thunder_moe.formats.block_format import BLOCK_FORMATS, NVFP4
 from thunder_moe.formats.registry import FORMATS, find_format
 from thunder_moe.selection import require_signature
 
-__all__ = [
-    "QUANTIZED", "Decision", "Format", "GroupedGemm", "choosing_format", "common_format", "decline_reason", "describe",
-    "in_chosen_format", "swaps_last_dims",
-]  # fmt: skip
-
 
 @dataclass(frozen=True)
 class GroupedGemm:

@@ -20,8 +20,6 @@ from thunder_moe.ops.checks import check_offset_values, check_operands
 from thunder_moe.ops.grouped_mm import f16a_nvfp4weight_scaled_grouped_mm
 from thunder_moe.ops.operator import OPERATORS, operator
 
-__all__ = ["NAME", "nvf_cutlass_scaled_grouped_mm", "positional", "replace_calls", "theirs"]
-
 NAME = "nvf_cutlass_scaled_grouped_mm"  # of our operator
 
 

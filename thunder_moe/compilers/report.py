@@ -21,11 +21,6 @@ from torch.utils._pytree import tree_leaves
 
 from thunder_moe.compilers.eligibility import Decision, GroupedGemm
 
-__all__ = [
-    "AttentionEntry", "Calls", "Graph", "GraphCalls", "RewriteEntry", "RewriteReport", "RewriteWarning", "RouterEntry",
-    "record", "rewrite_report", "torch_compile_wrapper",
-]  # fmt: skip
-
 
 class RewriteWarning(UserWarning):
     """Warns of a compilation in which no expert GEMM was rewritten."""

@@ -27,8 +27,6 @@ from thunder_moe.kernels.cuda.router import unserved_reason
 from thunder_moe.ops.checks import ACTIVATION_DTYPES as _DTYPES
 from thunder_moe.routing import RouterConfig
 
-__all__ = ["RouterGraph", "RouterMatch", "match_router", "reason_against_kernels"]
-
 _SCORES = ("softmax", "sigmoid")
 _LAST = (-1, 1)
 

@@ -21,8 +21,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["Program", "Step", "is_hidden_training_forward"]
-
 
 @dataclass(frozen=True)
 class Step:

@@ -22,11 +22,6 @@ import torch.nn.functional as F
 
 from thunder_moe.ops import activation, grouped_linear  # noqa: F401  (registers the operators)
 
-__all__ = [
-    "IN_PLACE", "SYMBOLS", "TARGETS", "MismatchError", "Operations", "Spelling", "column_part", "is_interleaved",
-    "is_number", "keeps_order", "require",
-]  # fmt: skip
-
 aten = torch.ops.aten
 _OPS = torch.ops.thunder_moe
 

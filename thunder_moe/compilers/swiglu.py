@@ -15,8 +15,6 @@ from typing import Any, NamedTuple, Protocol
 
 from thunder_moe.compilers.spellings import Operations, is_interleaved
 
-__all__ = ["Gemm", "SwiGLU", "SwiGLUGraph", "find_swiglu"]
-
 
 class Gemm(NamedTuple):
     """A site with the bias that is added to its result, and the operations of both."""

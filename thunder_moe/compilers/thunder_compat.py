@@ -21,12 +21,6 @@ from typing import Any
 
 import torch
 
-__all__ = [
-    "PLUGIN", "add_plugin", "alias_nvfuser", "import_thunder", "original_thunderfx", "put_first",
-    "refuse_changes_in_graphs", "refuse_delayed_changes", "refused_dtensors", "route_thunderfx",
-    "scaled_dot_product_attention", "with_python_types", "without_gradient",
-]  # fmt: skip
-
 PLUGIN = "nvfp4-moe"
 _REMOVED_TENSOR_METHODS = ("rename", "has_names", "refine_names", "align_to", "align_as")
 

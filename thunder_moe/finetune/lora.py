@@ -31,12 +31,6 @@ from thunder_moe.quantization.replaceable import has_own_forward, instance_custo
 from thunder_moe.selection import Names, Selection, Selector, require_matches, select
 from thunder_moe.training import GroupedMLP, NVFP4GroupedMLP, ScaledSwiGLU
 
-__all__ = [
-    "ADAPTER_ATTRIBUTES", "ADAPTER_NAME", "DTYPES", "Model", "add_by_name_", "add_lora_", "freeze_others_",
-    "is_adaptable", "lora_linears", "lora_parameters", "refuse_merged", "remove_lora_", "require_lora", "require_names",
-    "restore_adapters_", "restore_base_class", "scaling_of", "shapes_of", "stored_adapters", "use_lora_", "weight_of",
-]  # fmt: skip
-
 Model = TypeVar("Model", bound=nn.Module)
 _LOGGER = logging.getLogger("thunder_moe")
 _WITH_LORA: dict[type[nn.Module], type[LoRALinear]] = {

@@ -32,8 +32,6 @@ from thunder_moe.nn.lora import LoRADense, LoRAGroupedLinear, LoRALinear, NVFP4L
 from thunder_moe.quantization.quantize import dequantize_with_
 from thunder_moe.quantization.replaceable import set_class
 
-__all__ = ["merge_lora_", "unmerge_lora_"]
-
 _LOGGER = logging.getLogger("thunder_moe")
 
 

@@ -21,8 +21,6 @@ from thunder_moe.quantization.choose import choose_modules
 from thunder_moe.quantization.families import families_of
 from thunder_moe.selection import Patterns, Selection
 
-__all__ = ["FakeQuantize", "finish_qat_", "prepare_qat_", "prepared_weights"]
-
 Model = TypeVar("Model", bound=nn.Module)
 
 

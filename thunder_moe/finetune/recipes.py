@@ -22,8 +22,6 @@ from thunder_moe.ops.grouped_linear import check_recipe
 from thunder_moe.quantization.families import ExpertFamily, families_of
 from thunder_moe.weight_cache import local_data
 
-__all__ = ["prepare_8bit_training_", "round_weights_once"]
-
 Model = TypeVar("Model", bound=nn.Module)
 
 

@@ -8,8 +8,6 @@ from dataclasses import dataclass
 
 import torch
 
-__all__ = ["BLOCK_FORMATS", "MXFP8", "NVFP4", "BlockFormat"]
-
 
 @dataclass(frozen=True)
 class BlockFormat:

@@ -9,8 +9,6 @@ import os
 import torch
 from torch import Tensor, nn
 
-__all__ = ["mismatch", "require", "require_device", "require_module", "require_path", "require_type"]
-
 
 def mismatch(name: str, tensor: Tensor, wanted: str) -> ValueError:
     """Return the error for an argument with a wrong dtype, shape or device."""

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 from torch import Tensor
 
-__all__ = ["deinterleave", "interleave"]
-
 
 def deinterleave(rows: Tensor, size: int = 1) -> Tensor:
     """Sort rows (E, 2I, ...) that alternate in blocks of `size` rows, gate first, into gate's rows, then up's."""

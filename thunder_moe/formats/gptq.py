@@ -17,8 +17,6 @@ from torch import Tensor
 
 from thunder_moe.formats.checks import require, require_type
 
-__all__ = ["DAMPING", "check_hessian", "quantize_with_feedback"]
-
 DAMPING = 0.01  # of the mean of a Hessian's diagonal, which is added to the diagonal
 _SWEEPS = 2  # of coordinate descent behind GPTQ
 _COLUMNS = 64  # whose products with the changes of all columns are one GEMM in a sweep

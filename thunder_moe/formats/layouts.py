@@ -21,25 +21,6 @@ from thunder_moe.formats.block_format import MXFP8, NVFP4, BlockFormat
 from thunder_moe.formats.swizzled_128x4 import padded, swizzle_scale, unswizzle_scale
 from thunder_moe.formats.tiled_64x64 import TILE, from_tiled, to_tiled
 
-__all__ = [
-    "BLOCK_SIZE",
-    "LAYOUTS",
-    "LINEAR",
-    "MODULE_LAYOUTS",
-    "REGISTRY",
-    "SWIZZLED_128X4",
-    "TILED_64X64",
-    "Layout",
-    "block_shapes",
-    "find_layout",
-    "layout_fits",
-    "layout_of_blocks",
-    "layouts_of",
-    "module_layouts",
-    "preferred_on",
-    "scale_shape",
-]
-
 BLOCK_SIZE = NVFP4.block_size
 LINEAR, SWIZZLED_128X4, TILED_64X64 = "linear", "swizzled_128x4", "tiled_64x64"
 

@@ -8,8 +8,6 @@ import torch
 
 from thunder_moe.formats.weight import NVFP4Weight
 
-__all__ = ["mxfp4_to_nvfp4"]
-
 E8M0_BIAS = 127
 E8M0_NAN = 255
 NVFP4_BYTES = 8  # of the codes of a block

@@ -11,8 +11,6 @@ from torch import Tensor
 
 from thunder_moe.formats.tiled_64x64 import rotate
 
-__all__ = ["SCALE_OFFSET", "from_tiled", "to_tiled"]
-
 _TILE, _BLOCK_SIZE = 64, 32
 SCALE_OFFSET = 88  # is added to the exponent bytes: decoded weights are 2**-32 of their value as bfloat16
 _NAN = 255

@@ -13,8 +13,6 @@ from thunder_moe.formats.block_format import NVFP4
 from thunder_moe.formats.layouts import LINEAR, SWIZZLED_128X4, scale_shape
 from thunder_moe.formats.weight import NVFP4Weight, check_weight
 
-__all__ = ["from_nvf_cutlass"]
-
 
 def from_nvf_cutlass(fp4_weight: Tensor, scale: Tensor, global_scale: Tensor) -> NVFP4Weight:
     """Convert the weight arguments of ``nvf_cutlass::f16a_nvfp4weight_scaled_grouped_mm``, into new memory.

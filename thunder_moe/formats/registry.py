@@ -17,8 +17,6 @@ from thunder_moe.formats import mxfp8, nvfp4
 from thunder_moe.formats.block_format import MXFP8, NVFP4
 from thunder_moe.formats.weight import PackedWeight
 
-__all__ = ["FORMATS", "NumberFormat", "check_scale_search", "dequantize", "dequantize_expert", "find_format"]
-
 
 @dataclass(frozen=True)
 class NumberFormat:

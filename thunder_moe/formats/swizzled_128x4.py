@@ -9,8 +9,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["padded", "swizzle_scale", "unswizzle_scale"]
-
 
 def padded(n: int, columns: int) -> tuple[int, int]:
     """Return (rows, columns) of block scales, rounded up to whole tiles of 128 rows by 4 columns."""

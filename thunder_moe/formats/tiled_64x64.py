@@ -9,8 +9,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["TILE", "from_tiled", "rotate", "scale_table", "to_tiled"]
-
 TILE = 64  # rows and k of a block
 _BLOCK_SIZE = 16  # weights that share a scale
 # The bits of the word `u` of two fourth registers that are stored in the first word; see `to_tiled`.

@@ -25,8 +25,6 @@ from thunder_moe.formats.layouts import LINEAR, block_shapes, find_layout
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-__all__ = ["MXFP8Weight", "NVFP4Weight", "PackedWeight", "WeightOperands", "check_weight", "joined"]
-
 
 class PackedWeight:
     """A packed weight (E, N, K) of any number format.

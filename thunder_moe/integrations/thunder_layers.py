@@ -27,8 +27,6 @@ from thunder_moe.nn import (
 )
 from thunder_moe.quantization.replaceable import has_own_forward, instance_customization
 
-__all__ = ["from_thunder"]
-
 _HOME = "layers_for_inference_benchmark"  # a module of Thunder's, which nvFuser's benchmarks have a copy of
 
 

@@ -13,8 +13,6 @@ from torch import Tensor
 
 from thunder_moe.kernels.batch_invariance import by_rows, is_batch_invariant
 
-__all__ = ["add_norm_linear_router", "add_norm_mm"]
-
 
 def add_norm_mm(
     x: Tensor,

@@ -9,8 +9,6 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-__all__ = ["DTYPE_CODES", "MaybeTensor", "as_kernel_float", "dtype_code", "pointer"]
-
 MaybeTensor = TypeVar("MaybeTensor", Tensor, "Tensor | None")
 DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 

@@ -17,8 +17,6 @@ from torch.nn.attention import SDPBackend
 
 from thunder_moe.kernels.batch_invariance import refuse
 
-__all__ = ["cudnn_groups_heads", "cudnn_groups_heads_of", "decode_attention"]
-
 
 def cudnn_groups_heads(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, dropout: float = 0.0) -> bool:
     """True if ``scaled_dot_product_attention(query, key, value, mask, enable_gqa=True)`` is going to run cuDNN.

@@ -16,8 +16,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["by_rows", "is_batch_invariant", "make_batch_invariant", "refuse", "refuse_plain_torch", "switched_on"]
-
 _MODE: ContextVar[bool] = ContextVar("thunder_moe_batch_invariant", default=False)
 _process = False
 

@@ -13,8 +13,6 @@ from typing import Any
 
 from torch import Tensor
 
-__all__ = ["UNKNOWN", "clear", "find", "kind_of", "remember"]
-
 UNKNOWN = object()  # in place of a chain: no call of this kind has been prepared
 MAX_CHAINS = 4096  # the least recently used ones are dropped
 _CHAINS: dict[Hashable, Callable[..., Any] | None] = {}

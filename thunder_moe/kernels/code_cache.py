@@ -21,8 +21,6 @@ import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
-__all__ = ["folder", "one_process", "read", "read_own", "replace", "write"]
-
 _DIGEST_BYTES = 32
 _PATIENCE = 180.0  # seconds; a compile takes 10 to 60
 _ABANDONED = 3600.0  # seconds; a write takes milliseconds

@@ -12,8 +12,6 @@ from thunder_moe.formats.block_format import MXFP8, NVFP4
 from thunder_moe.formats.layouts import TILED_64X64
 from thunder_moe.kernels.select import preferred_layout, select
 
-__all__ = ["SlowerFrom", "slower_from", "why_slower"]
-
 # A quantized layer with at least so many weights (out_features * in_features) is faster at few rows; by the layout that
 # its device prefers, or by the device. Times faster than bf16, calls in a row, on an H200 at 8 / 32 / 64 rows: 1024 x
 # 2048 1.73 / 1.60 / 1.33, 2048 x 2048 1.68 / 1.59 / 1.38; without clusters of blocks, as on other devices, 2048 x 2048

@@ -12,8 +12,6 @@ from torch import Tensor
 from thunder_moe.activations import SWIGLU, SwiGLUConfig
 from thunder_moe.formats.weight import PackedWeight
 
-__all__ = ["ExpertsCall", "Order", "unfused"]
-
 Order = tuple[Tensor, Tensor, Tensor]  # row_slot, offsets and slot_row, as `moe_route` gives them
 
 

@@ -9,8 +9,6 @@ import threading
 import weakref
 from typing import Any
 
-__all__ = ["ForkLock"]
-
 
 class ForkLock:
     """A reentrant lock for ``with``. A forked process has no thread left that could release a lock that was held.

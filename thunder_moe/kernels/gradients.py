@@ -14,8 +14,6 @@ from torch import Tensor
 from thunder_moe.activations import SwiGLUConfig, pre_activation, swiglu
 from thunder_moe.routing import expert_of_row, gather_rows, live_rows, scale_of_rows
 
-__all__ = ["Gemms", "Gradients", "Needs", "grouped_mm_combine", "grouped_swiglu", "moe_experts"]
-
 Gradients = tuple[Tensor | None, ...]
 Needs = Sequence[bool]  # which of the gradients are wanted
 # rows (M, K) -> (M, N), and the gradient (M, N) of its output -> (M, K); both are differentiable.

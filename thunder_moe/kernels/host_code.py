@@ -21,8 +21,6 @@ from typing import TypeVar
 from thunder_moe.kernels import code_cache
 from thunder_moe.scratch import remove_leftovers, scratch_directory
 
-__all__ = ["compile_library", "compiler", "key_of", "load"]
-
 T = TypeVar("T")
 
 

@@ -28,8 +28,6 @@ from thunder_moe.formats.mxfp8 import BLOCK_SIZE, powers_of_two, quantize_rows
 from thunder_moe.kernels.rounded_weights import rounded
 from thunder_moe.routing import expert_of_row, live_rows, row_groups
 
-__all__ = ["LEAST_AMAX", "RECIPES", "QuantizedProducts", "fp8_scale", "quantize", "quantize_columns"]
-
 RECIPES = ("mxfp8", "fp8")
 LEAST_AMAX = 2.0**-100  # in place of smaller magnitudes, so that scales and their inverses are normal floats
 Quantized = tuple[Tensor, Tensor | None]

@@ -16,8 +16,6 @@ from torch import Tensor
 
 from thunder_moe.kernels.slow_paths import warn_once
 
-__all__ = ["drop", "keep", "rounded"]
-
 Function = Callable[..., tuple[Any, ...]]
 Key = tuple[Any, ...]
 

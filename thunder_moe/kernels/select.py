@@ -26,27 +26,6 @@ from thunder_moe.formats.weight import MXFP8Weight, NVFP4Weight, PackedWeight
 from thunder_moe.kernels import chains
 from thunder_moe.kernels.batch_invariance import is_batch_invariant, refuse
 
-__all__ = [
-    "BACKENDS",
-    "SIMULATIONS",
-    "chooses_freely",
-    "chosen_backend",
-    "fake_quantize",
-    "has_chains",
-    "lay_out",
-    "preferred_layout",
-    "prepare",
-    "quantize",
-    "quantize_to",
-    "resolve_layout",
-    "runs_on_cuda",
-    "select",
-    "simulate_w4a4",
-    "training_kernels",
-    "training_products",
-    "use_backend",
-]
-
 # In order of preference; each has the devices that it serves (None: all).
 BACKENDS: dict[str, tuple[str, ...] | None] = {
     "cpu": ("cpu",),

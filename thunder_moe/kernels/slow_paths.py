@@ -11,8 +11,6 @@ from typing import TypeVar
 from thunder_moe.formats.layouts import LINEAR
 from thunder_moe.formats.weight import PackedWeight
 
-__all__ = ["to_linear", "warn_once"]
-
 Weight = TypeVar("Weight", bound=PackedWeight)
 _warned: set[Hashable] = set()
 

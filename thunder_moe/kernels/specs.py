@@ -14,8 +14,6 @@ import torch
 from thunder_moe.activations import SwiGLUConfig
 from thunder_moe.routing import RouterConfig
 
-__all__ = ["CombineSpec", "DgradSpec", "ExpertsSpec", "GemmSpec", "LinearSpec", "RouterSpec", "Target", "WeightSpec"]
-
 
 @dataclass(frozen=True)
 class Target:

@@ -13,8 +13,6 @@ from torch import Tensor
 
 from thunder_moe.kernels.batch_invariance import refuse
 
-__all__ = ["dgrad", "forward", "wgrad"]
-
 
 def _readable(tensor: Tensor) -> Tensor:
     """Return the tensor in strides that torch._grouped_mm takes."""

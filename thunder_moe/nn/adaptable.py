@@ -8,8 +8,6 @@ from typing import Any
 
 from torch import nn
 
-__all__ = ["AdaptableLinear"]
-
 
 class AdaptableLinear(nn.Module):
     """A linear that loads weights with merged adapters: the key ``lora_merged``, which names these, is expected."""

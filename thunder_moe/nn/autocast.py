@@ -7,8 +7,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["autocast_dtype", "autocast_rows"]
-
 
 def autocast_dtype(x: Tensor) -> torch.dtype | None:
     """Return the dtype that autocast has linears of x compute in; None if it is off."""

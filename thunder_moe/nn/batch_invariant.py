@@ -22,8 +22,6 @@ from thunder_moe.nn.autocast import autocast_dtype
 from thunder_moe.ops import grouped_linear  # noqa: F401  (registers the operator)
 from thunder_moe.ops.checks import ACTIVATION_DTYPES
 
-__all__ = ["batch_invariant"]
-
 
 @contextlib.contextmanager
 def batch_invariant() -> Iterator[None]:

@@ -12,8 +12,6 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-__all__ = ["NAMES", "check_experts", "one_per_weight"]
-
 NAMES = ("weight", "bias")
 
 

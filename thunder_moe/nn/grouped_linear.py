@@ -25,8 +25,6 @@ from thunder_moe.ops.activation import ActivationForm
 from thunder_moe.ops.grouped_linear import check_recipe
 from thunder_moe.ops.grouped_linear_into import Into, Queue, check_buffer, grouped_linear_into, run_waiting
 
-__all__ = ["GroupedLinear", "autocast", "local_part", "per_expert_state_dict", "require_at_least", "run_into"]
-
 
 class GroupedLinear(AdaptableLinear):
     """One linear map per expert: rows of expert e are multiplied by ``weight[e].T``, and get ``bias[e]``.

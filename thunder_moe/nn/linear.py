@@ -26,8 +26,6 @@ from thunder_moe.ops.operator import operator_for
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-__all__ = ["NVFP4Linear", "NVFP4LinearPart", "NVFP4LinearStack", "is_packed_dense", "stacked_bias"]
-
 
 class NVFP4Linear(PackedModule):
     """`torch.nn.Linear` with a frozen 4-bit (or MXFP8) weight, kept as buffers, and a 16-bit (or float32) bias.

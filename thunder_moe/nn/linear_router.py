@@ -15,8 +15,6 @@ from thunder_moe.nn.linear import traced_by_thunder
 from thunder_moe.ops.checks import ACTIVATION_DTYPES
 from thunder_moe.routing import LINEAR_ROUTER_TOKENS
 
-__all__ = ["is_one_operator"]
-
 
 def is_one_operator(hidden_TH: Tensor, weight: Any) -> bool:
     """True if `moe_linear_router` computes the logits, too.

@@ -24,8 +24,6 @@ from thunder_moe.routing import invert, sort_by_expert
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-__all__ = ["Llama4MoE", "Llama4MoEConfig"]
-
 
 @dataclass(frozen=True, init=False)
 class Llama4MoEConfig:

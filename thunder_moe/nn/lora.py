@@ -25,11 +25,6 @@ from thunder_moe.nn.grouped_linear import GroupedLinear, linear_operator
 from thunder_moe.nn.linear import NVFP4Linear, NVFP4LinearPart
 from thunder_moe.nn.quantized import NVFP4GroupedLinear
 
-__all__ = [
-    "LoRADense", "LoRAGroupedLinear", "LoRALinear", "LoRASpec", "NVFP4LoRAGroupedLinear", "NVFP4LoRALinear",
-    "NVFP4LoRALinearPart", "in_blocks", "read_record",
-]  # fmt: skip
-
 
 @dataclass(frozen=True)
 class LoRASpec:

@@ -29,8 +29,6 @@ from thunder_moe.nn.snapshot import Reference, Snapshot, SnapshotPlace, alone, d
 from thunder_moe.ops.grouped_mm import operands
 from thunder_moe.ops.operator import is_eager
 
-__all__ = ["PackedModule"]
-
 # A single C call: other threads replace all buffers before or after it, never between two of them.
 _buffers_of_weight: Callable[[Any], Any] = itemgetter(*NVFP4.fields)
 

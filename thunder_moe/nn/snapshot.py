@@ -19,8 +19,6 @@ from torch import Tensor
 
 from thunder_moe.formats.weight import PackedWeight
 
-__all__ = ["Reference", "Snapshot", "SnapshotPlace", "alone", "drop_snapshots", "replacing"]
-
 # Held while buffers are read to be replaced, while they are replaced, and while a snapshot is taken. A fork waits for
 # it, so that a child process never sees a half-finished one of these.
 replacing = threading.RLock()

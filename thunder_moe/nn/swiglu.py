@@ -15,8 +15,6 @@ from torch import Tensor, nn
 
 from thunder_moe.nn.grouped_linear import GroupedLinear, require_at_least, require_weight_dtype
 
-__all__ = ["GroupedSwiGLU", "SwiGLU"]
-
 
 class SwiGLU(nn.Module):
     """Dense feed-forward block: ``down_proj(silu(gate_proj(x)) * up_proj(x))``, (..., H) -> (..., H)."""

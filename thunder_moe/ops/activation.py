@@ -30,8 +30,6 @@ from thunder_moe.ops.grouped_linear import (
     training_operator,
 )
 
-__all__ = ["KINDS", "ActivationForm"]
-
 KINDS = ("swiglu", "srelu")
 
 

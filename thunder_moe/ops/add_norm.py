@@ -24,8 +24,6 @@ from thunder_moe.ops import router, scaled_mm
 from thunder_moe.ops.operator import OPERATORS, operator, weight_operator
 from thunder_moe.routing import RouterConfig
 
-__all__ = ["add_norm_linear_router", "f16a_mxfp8weight_add_norm_scaled_mm", "f16a_nvfp4weight_add_norm_scaled_mm"]
-
 
 def _check_norm(name: str, x: Tensor, residual: Tensor, norm_weight: Tensor) -> None:
     for other, tensor, shape in (("residual", residual, x.shape), ("norm_weight", norm_weight, x.shape[-1:])):

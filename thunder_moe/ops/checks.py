@@ -15,18 +15,6 @@ from torch.autograd import forward_ad
 from thunder_moe.formats.checks import mismatch, require
 from thunder_moe.formats.weight import WeightOperands
 
-__all__ = [
-    "ACTIVATION_DTYPES",
-    "check_index_values",
-    "check_offset_values",
-    "check_operands",
-    "check_optional",
-    "check_rows_and_weight",
-    "refuse_forward_ad",
-    "refuse_transformed_gradients",
-    "refuse_weight_gradients",
-]
-
 ACTIVATION_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 

@@ -16,8 +16,6 @@ from thunder_moe.kernels.select import training_kernels
 from thunder_moe.ops.checks import check_index_values, check_offset_values
 from thunder_moe.ops.operator import operator
 
-__all__ = ["moe_combine"]
-
 
 def _shapes(rows: Tensor, offsets: Tensor, slot_row: Tensor) -> tuple[tuple[int, int]]:
     return ((slot_row.shape[0], rows.shape[1]),)

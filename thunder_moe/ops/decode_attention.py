@@ -17,8 +17,6 @@ from thunder_moe.kernels.select import select
 from thunder_moe.ops.checks import ACTIVATION_DTYPES
 from thunder_moe.ops.operator import operator
 
-__all__ = ["decode_attention"]
-
 
 def _check(
     query: Tensor, key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, position: Tensor,

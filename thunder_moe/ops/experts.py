@@ -24,14 +24,6 @@ from thunder_moe.ops.checks import ACTIVATION_DTYPES, check_index_values, check_
 from thunder_moe.ops.grouped_mm import gemm_and_dgrad, operands
 from thunder_moe.ops.operator import OPERATORS, operator_for, weight_operator
 
-__all__ = [
-    "check_experts",
-    "check_order",
-    "f16a_mxfp8weight_moe_experts",
-    "f16a_nvfp4weight_moe_experts",
-    "moe_experts",
-]
-
 ORDER_NAMES = ("row_slot", "offsets", "slot_row")
 
 

@@ -29,8 +29,6 @@ from thunder_moe.ops.grouped_mm import gemm_and_dgrad
 from thunder_moe.ops.operator import OPERATORS, weight_operator
 from thunder_moe.routing import gather_rows, scale_of_rows
 
-__all__ = ["f16a_mxfp8weight_moe_experts_lora", "f16a_nvfp4weight_moe_experts_lora"]
-
 LORA_NAMES = ("gate_up_a", "gate_up_b", "down_a", "down_b")
 
 

@@ -14,8 +14,6 @@ from thunder_moe.formats.block_format import MXFP8
 from thunder_moe.kernels import select
 from thunder_moe.ops.operator import operator
 
-__all__ = ["fake_quantize", "fake_quantize_mxfp8", "mxfp8_fake_quantize", "nvfp4_fake_quantize"]
-
 
 def _shapes(weight: Tensor, **_: Any) -> tuple[tuple[int, ...]]:
     return (tuple(weight.shape),)

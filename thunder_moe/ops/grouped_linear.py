@@ -27,16 +27,6 @@ from thunder_moe.kernels.select import training_kernels, training_products
 from thunder_moe.ops.checks import check_offset_values, refuse_forward_ad
 from thunder_moe.ops.operator import define
 
-__all__ = [
-    "check_linear",
-    "check_offsets",
-    "check_recipe",
-    "check_row_scale",
-    "int32_offsets",
-    "needs_gradient",
-    "training_operator",
-]
-
 P = ParamSpec("P")
 R = TypeVar("R")
 

@@ -17,8 +17,6 @@ from thunder_moe.formats.checks import require
 from thunder_moe.ops.activation import ActivationForm
 from thunder_moe.routing import live_rows
 
-__all__ = ["Into", "Queue", "check_buffer", "grouped_linear_into", "run_waiting"]
-
 _OPS = torch.ops.thunder_moe
 
 

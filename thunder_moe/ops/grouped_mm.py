@@ -21,15 +21,6 @@ from thunder_moe.ops.checks import check_offset_values, check_operands, check_ro
 from thunder_moe.ops.operator import OPERATORS, op_name_for, weight_operator
 from thunder_moe.routing import live_rows
 
-__all__ = [
-    "f16a_mxfp8weight_scaled_grouped_mm",
-    "f16a_mxfp8weight_scaled_grouped_mm_dgrad",
-    "f16a_nvfp4weight_scaled_grouped_mm",
-    "f16a_nvfp4weight_scaled_grouped_mm_dgrad",
-    "gemm_and_dgrad",
-    "operands",
-]
-
 
 def operands(weight: PackedWeight) -> tuple[Tensor, ...]:
     """Return the tensors of a weight as the operators take them: the codes transposed, (E, K // codes_per_byte, N)."""

@@ -22,8 +22,6 @@ from thunder_moe.ops.checks import check_index_values, check_offset_values, chec
 from thunder_moe.ops.grouped_mm import gemm_and_dgrad
 from thunder_moe.ops.operator import OPERATORS, weight_operator
 
-__all__ = ["f16a_mxfp8weight_grouped_mm_combine", "f16a_nvfp4weight_grouped_mm_combine"]
-
 
 def _shapes(
     activation: Tensor, weight: WeightOperands, offsets: Tensor, slot_row: Tensor, *_: Any, **__: Any

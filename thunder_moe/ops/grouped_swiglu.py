@@ -23,8 +23,6 @@ from thunder_moe.ops.checks import check_index_values, check_offset_values, chec
 from thunder_moe.ops.grouped_mm import gemm_and_dgrad
 from thunder_moe.ops.operator import OPERATORS, weight_operator
 
-__all__ = ["f16a_mxfp8weight_grouped_swiglu", "f16a_nvfp4weight_grouped_swiglu"]
-
 
 def _shapes(
     activation: Tensor, weight: WeightOperands, offsets: Tensor, row_slot: Tensor | None = None, *_: Any, **__: Any

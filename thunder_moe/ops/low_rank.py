@@ -23,8 +23,6 @@ from thunder_moe.formats.weight import WeightOperands
 from thunder_moe.kernels.select import training_kernels
 from thunder_moe.ops.grouped_linear import int32_offsets, training_operator
 
-__all__: list[str] = []
-
 
 @training_operator(lambda rows, codes, *_: rows.new_empty(rows.shape[0], codes.shape[2]))
 def _grouped_mm_low_rank(

@@ -37,18 +37,6 @@ from thunder_moe.kernels import chains
 from thunder_moe.kernels.select import chooses_freely, has_chains, prepare
 from thunder_moe.ops.checks import refuse_forward_ad, refuse_transformed_gradients, refuse_weight_gradients
 
-__all__ = [
-    "OPERATORS",
-    "Operator",
-    "define",
-    "is_eager",
-    "is_plain_eager",
-    "op_name_for",
-    "operator",
-    "operator_for",
-    "weight_operator",
-]
-
 P = ParamSpec("P")
 R = TypeVar("R")
 Shape = tuple[int, ...]

@@ -13,8 +13,6 @@ from thunder_moe.formats.checks import require
 from thunder_moe.kernels.select import select
 from thunder_moe.ops.operator import operator
 
-__all__ = ["moe_route"]
-
 
 def _shapes(expert_ids: Tensor, num_experts: int) -> tuple[tuple[int, ...], ...]:
     tokens, top_k = expert_ids.shape

@@ -19,15 +19,6 @@ from thunder_moe.ops.checks import ACTIVATION_DTYPES
 from thunder_moe.ops.operator import operator
 from thunder_moe.routing import RouterConfig, router_gradient
 
-__all__ = [
-    "check_linear_router",
-    "check_linear_router_values",
-    "linear_dtypes",
-    "linear_shapes",
-    "moe_linear_router",
-    "moe_router",
-]
-
 _SCORES = ("softmax", "sigmoid")
 
 

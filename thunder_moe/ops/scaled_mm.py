@@ -20,15 +20,6 @@ from thunder_moe.kernels.select import select
 from thunder_moe.ops.checks import ACTIVATION_DTYPES, check_optional
 from thunder_moe.ops.operator import OPERATORS, op_name_for, weight_operator
 
-__all__ = [
-    "check_scaled_mm",
-    "dense_operands",
-    "f16a_mxfp8weight_scaled_mm",
-    "f16a_mxfp8weight_scaled_mm_dgrad",
-    "f16a_nvfp4weight_scaled_mm",
-    "f16a_nvfp4weight_scaled_mm_dgrad",
-]
-
 
 def dense_operands(weight: PackedWeight) -> tuple[Tensor, ...]:
     """Return the tensors of a weight (1, N, K) for the operators: the codes transposed, (K // codes_per_byte, N)."""

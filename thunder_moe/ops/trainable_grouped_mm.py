@@ -14,8 +14,6 @@ from torch import Tensor
 from thunder_moe.kernels import trainable_grouped_mm as kernels
 from thunder_moe.ops.grouped_linear import training_operator
 
-__all__: list[str] = []  # registers the operators
-
 
 @training_operator(lambda grad, b, offsets: grad.new_empty(grad.shape[0], b.shape[1]))
 def _trainable_grouped_mm_dgrad(grad: Tensor, b: Tensor, offsets: Tensor) -> Tensor:

@@ -31,8 +31,6 @@ from thunder_moe.kernels.select import training_kernels
 from thunder_moe.ops import combine, route  # noqa: F401  (registers the operators)
 from thunder_moe.ops.operator import is_plain_eager
 
-__all__ = ["EXCHANGES", "AllGather", "AllToAll", "Exchange", "Sent", "all_gather", "wait"]
-
 
 @dataclass
 class Sent:

@@ -15,8 +15,6 @@ from torch import Tensor, nn
 
 from thunder_moe.formats.checks import require_module
 
-__all__ = ["ExpertLoad", "add_buffers", "expert_load", "load_buffers", "record"]
-
 _RECENT, _DROPPED = "_recent_load", "_dropped_tokens"
 
 

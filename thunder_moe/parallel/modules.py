@@ -38,8 +38,6 @@ from thunder_moe.parallel.shards import set_forward, weight_sharding_of
 from thunder_moe.routing import expert_of_row, live_rows
 from thunder_moe.training import GroupedMLP, NVFP4GroupedMLP
 
-__all__ = ["PARALLEL", "exchange_layer", "exchange_rows", "make_parallel", "sum_gradient", "sum_of_ranks"]
-
 PARALLEL = (Llama4MoE, GroupedSwiGLU, GroupedMLP, NVFP4GroupedSwiGLU, NVFP4GroupedMLP)
 
 

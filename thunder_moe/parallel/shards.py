@@ -27,8 +27,6 @@ from thunder_moe.nn.grouped_linear import local_part
 from thunder_moe.nn.lora import LoRALinear
 from thunder_moe.nn.packed import PackedModule
 
-__all__ = ["WeightSharding", "check_sharding", "set_forward", "shard_weight_"]
-
 # For each dimension of a mesh: the dimension of a tensor that it shards; None: replicated.
 Dims = tuple[int | None, ...]
 _SIZES = ("num_experts", "out_features", "in_features")

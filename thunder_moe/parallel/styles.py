@@ -20,8 +20,6 @@ from thunder_moe.parallel.shards import WeightSharding, check_sharding, shard_we
 from thunder_moe.training import GroupedMLP, NVFP4GroupedMLP
 from thunder_moe.training.grouped_mlp import own_form
 
-__all__ = ["ExpertParallel", "TensorParallel"]
-
 
 class ExpertParallel(ParallelStyle):
     """Spreads the experts of a `Llama4MoE`, `GroupedSwiGLU` or `GroupedMLP`, 16-bit or packed (NVFP4, MXFP8), over the

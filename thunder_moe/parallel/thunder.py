@@ -11,8 +11,6 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from thunder_moe.parallel import modules
 
-__all__ = ["LOOKASIDES"]
-
 
 def _sum_of_ranks(x: Any, mesh: DeviceMesh) -> Any:
     # Symbols cannot be imported above: the executor reads LOOKASIDES when the first of them is registered.

@@ -35,8 +35,6 @@ from thunder_moe.quantization.layer_chain import LayerChain, numbered_layers
 from thunder_moe.quantization.plan import Target, Targets, exclusive, swap
 from thunder_moe.selection import Format, Patterns, Selection
 
-__all__ = ["Calibration", "OutputError", "calibrate_"]
-
 # Operators of rows and then a weight -> the place of the rows among the arguments, the weight's dimension in_features.
 _PRODUCTS = {
     "aten::mm": (0, -2),

@@ -27,11 +27,6 @@ from thunder_moe.quantization.plan import QuantizationPlan, Skipped, Target, Tar
 from thunder_moe.quantization.replaceable import wrapped_modules
 from thunder_moe.selection import Format, Names, Patterns, Selection, Selector, check_patterns, format_function, select
 
-__all__ = [
-    "choose_modules", "choose_or_skip", "non_finite_problem", "refuse_root", "report_skipped", "require_fit",
-    "require_layout", "walk",
-]  # fmt: skip
-
 Model = TypeVar("Model", bound=nn.Module)
 _LOGGER = logging.getLogger("thunder_moe")
 _LAYOUTS = ("auto", *MODULE_LAYOUTS)

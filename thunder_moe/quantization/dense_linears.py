@@ -29,8 +29,6 @@ from thunder_moe.quantization.families import ExpertFamily, Quantization, weight
 from thunder_moe.quantization.replaceable import copy_hook, customization, has_own_forward
 from thunder_moe.selection import shortened
 
-__all__ = ["DenseLinears", "is_dense_layer", "join_read_together"]
-
 _LOGGER = logging.getLogger("thunder_moe")
 _ROUTER_CLASS = re.compile(r"Router|Gate($|[A-Z])|Gating")
 

@@ -15,8 +15,6 @@ if TYPE_CHECKING:
 
     from thunder_moe.formats.weight import PackedWeight
 
-__all__ = ["ExpertFamily", "Quantization", "families_of", "register", "weight_key"]
-
 
 @dataclass
 class Quantization:

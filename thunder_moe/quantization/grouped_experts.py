@@ -19,8 +19,6 @@ from thunder_moe.quantization.families import ExpertFamily, Quantization, weight
 from thunder_moe.quantization.replaceable import customization
 from thunder_moe.training import GroupedMLP, NVFP4GroupedMLP
 
-__all__ = ["FAMILIES", "GroupedExperts"]
-
 _OPTIONS = ("accumulate_into_main_grad", "delay_wgrad", "recipe")
 
 

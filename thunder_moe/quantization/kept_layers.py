@@ -25,8 +25,6 @@ from thunder_moe.checkpoint.writer import shard_paths
 from thunder_moe.formats.block_format import BLOCK_FORMATS
 from thunder_moe.formats.weight import WEIGHTS, PackedWeight
 
-__all__ = ["KeptLayers", "keep_layers"]
-
 
 @dataclass
 class KeptLayers:

@@ -14,8 +14,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-__all__ = ["LayerChain", "numbered_layers"]
-
 _SAMPLE = 4096  # numbers of a layer's result that are compared
 
 

@@ -22,8 +22,6 @@ from thunder_moe.progress import progress_bar
 from thunder_moe.quantization.dense_linears import is_dense_layer
 from thunder_moe.quantization.families import ExpertFamily, Quantization, families_of
 
-__all__ = ["PlannedModule", "QuantizationPlan", "Skipped", "Target", "Targets", "exclusive", "replace_module", "swap"]
-
 Model = TypeVar("Model", bound=nn.Module)
 _LOGGER = logging.getLogger("thunder_moe")
 # Models with more expert weights than this (a few seconds of work) show a progress bar.

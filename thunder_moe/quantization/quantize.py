@@ -23,8 +23,6 @@ from thunder_moe.quantization.plan import QuantizationPlan, Skipped, Target, Tar
 from thunder_moe.quantization.replaceable import has_hook, wrapped_modules
 from thunder_moe.selection import Format, Patterns, Selection
 
-__all__ = ["dequantize_", "dequantize_with_", "plan_quantization", "quantize_", "to_layout_"]
-
 Model = TypeVar("Model", bound=nn.Module)
 
 

@@ -29,8 +29,6 @@ from thunder_moe.quantization.replaceable import has_hook
 from thunder_moe.selection import shortened
 from thunder_moe.weight_cache import refresh
 
-__all__ = ["refresh_", "whole_tensor"]
-
 Model = TypeVar("Model", bound=nn.Module)
 
 

@@ -18,11 +18,6 @@ from thunder_moe.nn.linear import NVFP4LinearPart
 from thunder_moe.nn.lora import LoRALinear, NVFP4LoRAGroupedLinear
 from thunder_moe.training import GroupedMLP, NVFP4GroupedMLP
 
-__all__ = [
-    "HOOK_ATTRIBUTES", "copy_hook", "customization", "has_hook", "has_own_forward", "instance_customization",
-    "set_class", "wrapped_modules",
-]  # fmt: skip
-
 # The names that accelerate adds to a module's __dict__: the hook, and the forward that calls it.
 HOOK_ATTRIBUTES = ("_hf_hook", "_old_forward", "forward")
 

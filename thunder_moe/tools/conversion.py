@@ -21,8 +21,6 @@ from thunder_moe.quantization.families import families_of
 from thunder_moe.selection import shortened
 from thunder_moe.tools.divergence import Divergence, divergence_table, measure_divergence
 
-__all__ = ["ConversionReport", "measure_conversion"]
-
 
 @dataclass(frozen=True)
 class ConversionReport:

@@ -14,8 +14,6 @@ from torch import Tensor, nn
 from thunder_moe.progress import progress_bar
 from thunder_moe.tools.sensitivity.measure import check_windows
 
-__all__ = ["Divergence", "divergence_table", "measure_divergence"]
-
 
 @dataclass(frozen=True)
 class Divergence:

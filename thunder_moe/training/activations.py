@@ -17,8 +17,6 @@ from thunder_moe.nn.grouped_linear import require_at_least
 from thunder_moe.ops.activation import ActivationForm
 from thunder_moe.ops.grouped_linear import check_row_scale, is_floating
 
-__all__ = ["ScaledSReLU", "ScaledSwiGLU"]
-
 
 class _ScaledActivation(nn.Module):
     """A parameter-free activation module; `form` says which activation it computes."""

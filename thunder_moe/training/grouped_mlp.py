@@ -25,8 +25,6 @@ from thunder_moe.ops.grouped_linear import check_row_scale
 from thunder_moe.ops.operator import operator_for
 from thunder_moe.training.activations import ScaledSReLU, ScaledSwiGLU
 
-__all__ = ["GroupedMLP", "NVFP4GroupedMLP", "own_form"]
-
 
 class GroupedMLP(nn.Module):
     """The experts of a layer: ``down_proj(activation(gate_up_proj(x)) * scales)``, each projection one grouped GEMM.

@@ -12,8 +12,6 @@ import torch
 from thunder_moe.checkpoint.formats.fp8 import COMPRESSED_TENSORS_FORMATS, group_formats
 from thunder_moe.checkpoint.formats.interface import CheckpointFormat, check_group_size, subdict
 
-__all__ = ["COMPRESSED_TENSORS", "CompressedTensors"]
-
 FORMAT = "nvfp4-pack-quantized"
 MXFP8_FORMAT = "mxfp8-quantized"
 _MXFP8_WEIGHTS = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "group", "group_size": 32}

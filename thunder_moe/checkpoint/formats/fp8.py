@@ -15,8 +15,6 @@ from thunder_moe.checkpoint.files import TensorFiles, TensorInfo
 from thunder_moe.checkpoint.formats.interface import FLOATS, subdict, wrong_values
 from thunder_moe.checkpoint.modules import FP8_SCALE_FIELDS, Module
 
-__all__ = ["COMPRESSED_TENSORS_FORMATS", "FP8", "find_fp8", "group_formats"]
-
 # compressed-tensors' names of formats with FP8 weights.
 COMPRESSED_TENSORS_FORMATS = ("float-quantized", "naive-quantized")
 

@@ -19,8 +19,6 @@ from thunder_moe.formats.layouts import BLOCK_SIZE
 from thunder_moe.formats.mxfp8 import MAX_SCALE
 from thunder_moe.formats.weight import WEIGHTS, PackedWeight, joined
 
-__all__ = ["FLOATS", "CheckpointFormat", "Read", "check_group_size", "has_e4m3_nan", "subdict", "wrong_values"]
-
 FLOATS = ("F32", "BF16", "F16")
 _E4M3_NAN = 0x7F
 Read = Callable[[str], torch.Tensor]

@@ -20,8 +20,6 @@ from thunder_moe.formats.gate_up import interleave
 from thunder_moe.formats.layouts import BLOCK_SIZE
 from thunder_moe.formats.weight import NVFP4Weight, PackedWeight
 
-__all__ = ["MODELOPT", "ModelOpt"]
-
 logger = logging.getLogger(__name__)
 
 # Algorithms that are read; FP8 layers occur beside NVFP4 in MIXED_PRECISION.

@@ -13,8 +13,6 @@ from thunder_moe.checkpoint.formats.interface import CheckpointFormat, Read
 from thunder_moe.checkpoint.modules import Module
 from thunder_moe.formats.mxfp4 import mxfp4_to_nvfp4
 
-__all__ = ["MXFP4"]
-
 
 class MXFP4(CheckpointFormat):
     """The format of OpenAI's GPT-OSS checkpoints."""

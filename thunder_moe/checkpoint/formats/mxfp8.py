@@ -10,8 +10,6 @@ from thunder_moe.checkpoint.formats.interface import CheckpointFormat
 from thunder_moe.checkpoint.modules import Module
 from thunder_moe.formats.block_format import MXFP8
 
-__all__ = ["MXFP8_MODULES"]
-
 # Key of a config of MXFP8 alone that affects the weights -> its allowed values.
 _CONFIG: dict[str, list[Any]] = {
     "weight_block_size": [[1, MXFP8.block_size]],

@@ -14,8 +14,6 @@ from thunder_moe.checkpoint.formats.mxfp4 import MXFP4
 from thunder_moe.checkpoint.formats.mxfp8 import MXFP8_MODULES
 from thunder_moe.checkpoint.modules import Module
 
-__all__ = ["FORMATS", "check_quantization", "find_quantization", "format_of", "has_mxfp8", "is_fp8_alone"]
-
 _FORMATS: tuple[CheckpointFormat, ...] = (MODELOPT, COMPRESSED_TENSORS, MXFP8_MODULES, MXFP4())
 FORMATS: dict[str, CheckpointFormat] = {form.method: form for form in _FORMATS}
 

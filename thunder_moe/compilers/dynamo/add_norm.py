@@ -31,8 +31,6 @@ from thunder_moe.kernels.specs import GemmSpec, WeightSpec
 from thunder_moe.ops import add_norm  # noqa: F401  (registers the operators)
 from thunder_moe.routing import RouterConfig
 
-__all__ = ["fuse_add_norms", "norm_of"]
-
 _OPS: Any = torch.ops.thunder_moe
 _LAYERS: dict[Any, BlockFormat] = {
     getattr(_OPS, f"f16a_{name}weight_scaled_mm"): known for name, known in BLOCK_FORMATS.items()

@@ -35,8 +35,6 @@ from thunder_moe.compilers.dynamo.sites import Site, Weights, find_swiglu, site_
 from thunder_moe.compilers.spellings import MismatchError, require
 from thunder_moe.compilers.swiglu import SwiGLU
 
-__all__ = ["find_all_experts_bmm"]
-
 _DENSE = "a batched product over all experts"
 
 

@@ -33,8 +33,6 @@ from thunder_moe.compilers.report import AttentionEntry
 from thunder_moe.compilers.spellings import keeps_order
 from thunder_moe.kernels.attention import cudnn_groups_heads_of
 
-__all__ = ["behind_repeat", "find_repeated_attention", "take_causal_masks"]
-
 
 @dataclass(frozen=True, eq=False)
 class _Repeat:

@@ -14,8 +14,6 @@ from torch import fx
 from thunder_moe.compilers.dynamo.compiled_graph import compile_graph
 from thunder_moe.compilers.report import torch_compile_wrapper
 
-__all__ = ["thunder_moe_backend"]
-
 
 def thunder_moe_backend(
     gm: fx.GraphModule,

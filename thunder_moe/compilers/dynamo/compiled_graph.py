@@ -23,8 +23,6 @@ from thunder_moe.compilers.report import Graph, record
 from thunder_moe.compilers.safety import is_hidden_training_forward
 from thunder_moe.kernels.slow_paths import warn_once
 
-__all__ = ["compile_graph"]
-
 # Why a call runs dynamo's graph unchanged, see `_runner`.
 _THAWED = "a weight that was frozen when the graph was compiled requires a gradient"
 _SHARED = "an input that the graph changes shares its memory with a packed weight or another input"

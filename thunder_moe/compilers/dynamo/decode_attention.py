@@ -44,8 +44,6 @@ from thunder_moe.compilers.spellings import MismatchError, is_number, require
 from thunder_moe.kernels.cuda.decode_attention import unserved_reason
 from thunder_moe.ops import decode_attention  # noqa: F401  (registers the operator)
 
-__all__ = ["fuse_decode_attention"]
-
 
 @dataclass(eq=False)
 class _Heads:

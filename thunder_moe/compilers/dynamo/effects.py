@@ -24,8 +24,6 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from thunder_moe.compilers.safety import Program, Step
 
-__all__ = ["grad_modes", "is_in_a_function_transform", "is_wrapped", "program_of", "storages_of"]
-
 _NOTHING: frozenset[int] = frozenset()
 # The storage of tensors that have none (sparse ones): they may all share one.
 _NO_STORAGE = -1

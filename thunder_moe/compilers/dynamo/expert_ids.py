@@ -30,8 +30,6 @@ from thunder_moe.compilers.dynamo.nodes import (
 )  # fmt: skip
 from thunder_moe.compilers.dynamo.scopes import Scope
 
-__all__ = ["reason_against_ids", "remove_noop_masks"]
-
 
 def reason_against_ids(scope: Scope, ids: Any, reader: fx.Node, experts: int) -> str | None:
     """Return why rows may not be sorted by the ids that a node reads: an index may be negative, and may be an error."""

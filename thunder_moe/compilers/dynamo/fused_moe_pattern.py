@@ -42,8 +42,6 @@ from thunder_moe.compilers.dynamo.sites import Site
 from thunder_moe.compilers.spellings import MismatchError, require
 from thunder_moe.compilers.swiglu import SwiGLU
 
-__all__ = ["FusedMoE", "find_fused_moe"]
-
 _INTEGERS = (torch.int32, torch.int64)
 
 

@@ -23,8 +23,6 @@ from thunder_moe.compilers.dynamo.scopes import Scope
 from thunder_moe.compilers.dynamo.sites import Site, Weights, find_swiglu, site_of
 from thunder_moe.compilers.swiglu import SwiGLU
 
-__all__ = ["GatheredBmmSite", "find_gathered_bmm"]
-
 
 @dataclass(frozen=True, eq=False)
 class GatheredBmmSite(Site):

@@ -21,8 +21,6 @@ from thunder_moe.compilers.dynamo.scopes import Scope, copy_of
 from thunder_moe.compilers.dynamo.sites import Weights
 from thunder_moe.kernels.slow_paths import warn_once
 
-__all__ = ["Rewritten", "WeightInput", "local_inputs", "memory_of_inputs", "take_local_shards"]
-
 
 @dataclass(frozen=True, eq=False)
 class WeightInput:

@@ -14,12 +14,6 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from thunder_moe.compilers.spellings import IN_PLACE, TARGETS, Spelling, keeps_order, require
 
-__all__ = [
-    "arguments", "behind", "calls", "given", "in_both_orders", "is_in_place", "kind_of", "operator_of",
-    "part_of_result", "same", "sole_user", "source_of", "static_example", "tensor", "traced_frame", "user_line",
-    "value_of",
-]  # fmt: skip
-
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.dirname(__file__)))
 
 

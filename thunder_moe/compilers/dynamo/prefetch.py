@@ -25,8 +25,6 @@ from thunder_moe.compilers.dynamo.scopes import Scope
 from thunder_moe.formats.block_format import BLOCK_FORMATS
 from thunder_moe.ops import add_norm, decode_attention, router, scaled_mm  # noqa: F401  (register the operators)
 
-__all__ = ["prefetch_operands"]
-
 _OPS = torch.ops.thunder_moe
 # The positions of the operands that are read early, by operator.
 _READ_EARLY: dict[Any, slice] = {

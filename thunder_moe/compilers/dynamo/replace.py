@@ -30,11 +30,6 @@ from thunder_moe.compilers.dynamo.sites import Site, read_live_rows_alone
 from thunder_moe.compilers.swiglu import SwiGLU
 from thunder_moe.ops import experts, grouped_mm, grouped_swiglu, route, trainable_grouped_mm  # noqa: F401  (registers)
 
-__all__ = [
-    "add_inputs", "erase", "replace_fused_moe", "replace_gathered_bmm", "replace_gemm", "replace_node",
-    "replace_swiglu", "take_our_gradient",
-]  # fmt: skip
-
 _OPS = torch.ops.thunder_moe
 _FORM = ("kind", "alpha", "limit", "up_shift", "interleave")
 _PARTS = ("weight", "scale", "global_scale")

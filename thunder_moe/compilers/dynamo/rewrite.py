@@ -47,8 +47,6 @@ from thunder_moe.formats.block_format import BLOCK_FORMATS
 from thunder_moe.ops import experts_lora  # noqa: F401  (registers its operators)
 from thunder_moe.weight_cache import local_data, stacked_layout
 
-__all__ = ["rewrite"]
-
 _OPS = torch.ops.thunder_moe
 _QUANTIZED = {getattr(_OPS, name): decisions for name, decisions in QUANTIZED.items()}
 

@@ -38,8 +38,6 @@ from thunder_moe.compilers.safety import Program
 from thunder_moe.compilers.spellings import keeps_order
 from thunder_moe.ops.router import moe_router  # noqa: F401  (registers the operator; replace.py registers the others)
 
-__all__ = ["Router", "find_routers", "fuse_router", "share_orders"]
-
 _OPS = torch.ops.thunder_moe
 _EXPERTS = {getattr(_OPS, name) for name in QUANTIZED if name.endswith("moe_experts")}
 

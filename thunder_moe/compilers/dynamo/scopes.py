@@ -22,8 +22,6 @@ from thunder_moe.compilers.dynamo.effects import grad_modes, program_of, storage
 from thunder_moe.compilers.dynamo.nodes import value_of
 from thunder_moe.compilers.safety import Program
 
-__all__ = ["Scope", "copy_of", "scopes_of"]
-
 # The operands of a higher-order operator that the placeholders of its bodies stand for: from a position on, or the
 # sequence at one.
 _OPERANDS = {"tag_activation_checkpoint": slice(1, None), "wrap": slice(1, None), "cond": 3}

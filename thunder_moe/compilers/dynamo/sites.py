@@ -30,8 +30,6 @@ from thunder_moe.compilers.swiglu import Gemm, SwiGLU
 from thunder_moe.formats.block_format import BLOCK_FORMATS
 from thunder_moe.weight_cache import local_data
 
-__all__ = ["Site", "Weights", "find_sites", "find_swiglu", "quantized_gemm", "read_live_rows_alone", "site_of"]
-
 _OWN = ("linear", "activated")  # kinds of GEMMs of this package's, whose weight is (E, N, K)
 
 

@@ -29,8 +29,6 @@ from thunder_moe.nn.grouped_linear import local_part
 from thunder_moe.nn.linear import traced_by_thunder
 from thunder_moe.ops.operator import is_eager, is_plain_eager
 
-__all__ = ["NVFP4MoE", "moe_executor", "nvfp4_rewrite"]
-
 _OPS = torch.ops.thunder_moe
 moe_executor = register_executor(EXECUTOR)
 nvfuser.register()

@@ -20,8 +20,6 @@ from thunder.extend import OperatorExecutor
 
 from thunder_moe.compilers import nvf_cutlass
 
-__all__ = ["LateLookasides", "same_code", "trace"]
-
 # A module -> the module that has `LOOKASIDES` for it. By name: neither is imported early.
 _MODULES = {
     "thunder_moe.parallel.modules": "thunder_moe.parallel.thunder",

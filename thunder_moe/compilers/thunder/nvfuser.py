@@ -28,8 +28,6 @@ from thunder_moe.formats.nvfp4 import BLOCK_SIZE, E2M1_MAX, E4M3_MAX
 from thunder_moe.kernels.w4a4 import SMALLEST_AMAX
 from thunder_moe.ops.operator import OPERATORS
 
-__all__ = ["LAYOUT", "is_listed", "is_plain", "refusal", "register"]
-
 LAYOUT = SWIZZLED_128X4  # of the weights' block scales
 SM100 = (10, 0)
 FIRST_VERSION = LooseVersion("0.2.36")  # the first with nv_grouped_block_quantize

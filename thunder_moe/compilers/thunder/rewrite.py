@@ -50,8 +50,6 @@ from thunder_moe.compilers.thunder_compat import refuse_changes_in_graphs, refus
 from thunder_moe.formats.block_format import BLOCK_FORMATS, NVFP4
 from thunder_moe.weight_cache import pad_rows, stacked_layout
 
-__all__ = ["NVFP4Rewrite"]
-
 _PARTS = ("packed", "scale", "global_scale")
 _OPTION_SAYS = (
     "number format of expert weights, 'nvfp4' (default) or 'mxfp8', or a function of a weight's name and GEMM"

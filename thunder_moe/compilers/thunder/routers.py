@@ -24,8 +24,6 @@ from thunder_moe.compilers.spellings import keeps_order
 from thunder_moe.compilers.thunder.symbols import moe_route, moe_router
 from thunder_moe.compilers.thunder.trace import Computation, spelled
 
-__all__ = ["Router", "find_routers", "fuse_router"]
-
 
 class _Graph:
     """A computation as a `RouterGraph`: operations are positions, tensors proxies under their first names."""

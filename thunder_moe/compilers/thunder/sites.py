@@ -27,8 +27,6 @@ from thunder_moe.compilers.thunder.trace import Computation, spelled
 from thunder_moe.compilers.thunder.training_symbols import activated_linear, grouped_bias
 from thunder_moe.ops.operator import OPERATORS
 
-__all__ = ["Quantized", "Site", "find_quantized", "find_sites", "find_swiglu", "linear_buffers", "trained_weights"]
-
 
 @dataclass(frozen=True, eq=False)
 class Site:

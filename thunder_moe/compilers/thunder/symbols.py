@@ -38,13 +38,6 @@ from thunder_moe.ops import activation, experts_lora, fake_quantize, scaled_mm  
 from thunder_moe.ops.operator import OPERATORS, Operator, op_name_for
 from thunder_moe.weight_cache import pad_rows
 
-__all__ = [
-    "EXECUTOR", "OPERATOR_SYMBOLS", "OPTION", "SYMBOLS", "check_grad_mode", "check_memory", "check_replaced",
-    "decided_before", "declare_changed", "grouped_mm", "moe_experts", "moe_route", "moe_router", "nvfp4_grouped_mm",
-    "nvfp4_grouped_swiglu", "nvfp4_pack", "nvfp4_swizzle", "register",
-]  # fmt: skip
-
-
 OPTION = "moe_format"  # of thunder.jit
 
 

@@ -29,8 +29,6 @@ from thunder_moe.compilers.thunder import nvfuser
 from thunder_moe.compilers.thunder.symbols import EXECUTOR, OPTION, decided_before
 from thunder_moe.compilers.thunder_compat import original_thunderfx
 
-__all__ = ["compile_graph", "compiler_with"]
-
 _COLLECTIVES = torch.ops._c10d_functional
 
 

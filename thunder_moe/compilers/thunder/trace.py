@@ -28,8 +28,6 @@ from thunder_moe.compilers.spellings import SYMBOLS, TARGETS, Spelling
 from thunder_moe.compilers.thunder.symbols import EXECUTOR
 from thunder_moe.compilers.thunder.training_symbols import local_shard, scaled_activation
 
-__all__ = ["Computation", "is_view", "leaves", "names_read", "spelled"]
-
 # The memory of all arguments of a computation: they may share it with each other at run time.
 _ARGUMENTS = "the arguments"
 

@@ -28,11 +28,6 @@ from thunder_moe.compilers.thunder.symbols import grouped_mm, register
 from thunder_moe.formats.gate_up import deinterleave, interleave
 from thunder_moe.ops.grouped_linear import check_linear
 
-__all__ = [
-    "CALLS", "activated_linear", "gate_up_bias", "grouped_bias", "local_shard", "scaled_activation", "sum_gradient",
-    "sum_of_ranks",
-]  # fmt: skip
-
 _OPS = torch.ops.thunder_moe
 _linear_dgrad, _linear_wgrad, _bias_grad, _bias_scale_grad, _activation_backward = (
     register(f"moe_{name}", getattr(_OPS, name))

@@ -21,8 +21,6 @@ from transformers.utils.import_utils import is_tracing
 
 from thunder_moe.kernels.attention import cudnn_groups_heads, cudnn_groups_heads_of
 
-__all__ = ["NAME", "grouped_sdpa_attention", "grouped_sdpa_mask"]
-
 NAME = "thunder_moe_sdpa"
 # As rows of the query, the heads of a group need the mask repeated, keys and values not: H200, 32 heads that share 4 of
 # 128, batch 8, 576 keys: 54 us instead of 133 for 64 new tokens, 167 instead of 172 for 256.

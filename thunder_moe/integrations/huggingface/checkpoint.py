@@ -18,8 +18,6 @@ from thunder_moe.integrations.huggingface.quantizer import METHOD
 from thunder_moe.integrations.huggingface.sharding import require_available
 from thunder_moe.integrations.huggingface.writing import write_model
 
-__all__ = ["load_checkpoint", "save_checkpoint"]
-
 
 def load_checkpoint(
     path: str | Path,

@@ -19,8 +19,6 @@ from thunder_moe.checkpoint.modules import PROJECTIONS
 from thunder_moe.integrations.huggingface.experts import NVFP4Experts, expert_blocks
 from thunder_moe.integrations.huggingface.forms import ExpertsForm, require_form
 
-__all__ = ["ModelNames", "expert_source", "expert_sources", "linear_source"]
-
 _ONE_EXPERT = re.compile(rf"(.+)\.\d+\.({'|'.join(PROJECTIONS)})\.weight")
 
 

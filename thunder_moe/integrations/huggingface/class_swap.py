@@ -11,8 +11,6 @@ from torch import nn
 
 from thunder_moe.quantization.replaceable import set_class
 
-__all__ = ["OtherMethods"]
-
 
 class OtherMethods(nn.Module):
     """Base of classes whose methods take the place of a module's own, which they can call by ``super()``.

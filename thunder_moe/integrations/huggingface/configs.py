@@ -14,8 +14,6 @@ from thunder_moe.formats.layouts import MODULE_LAYOUTS
 from thunder_moe.formats.registry import check_scale_search
 from thunder_moe.selection import Names, Patterns, format_function, parse_patterns
 
-__all__ = ["METHOD", "ON_LOAD", "NVFP4CheckpointConfig", "ThunderMoeConfig"]
-
 # Their names among transformers' methods.
 METHOD, ON_LOAD = "thunder_moe", "thunder_moe_on_load"
 _LAYOUTS = ("auto", *MODULE_LAYOUTS)

@@ -32,8 +32,6 @@ from thunder_moe.ops.operator import operator_for
 from thunder_moe.quantization.families import weight_key
 from thunder_moe.quantization.replaceable import copy_hook, has_hook, has_own_forward
 
-__all__ = ["NVFP4Experts", "expert_blocks", "expert_weights", "pack_ahead", "quantized_experts"]
-
 # PEFT's names of adapters below the experts: of a fused parameter, or of a projection of one expert.
 _OF_PEFT = re.compile(r"(base_layer\.)*lora_[AB]\.|\d+\.\w+\.lora_[AB]\.")
 

@@ -18,8 +18,6 @@ from thunder_moe.integrations.huggingface.sharded_forward import sharding_of
 from thunder_moe.kernels.recipes import RECIPES
 from thunder_moe.quantization.families import ExpertFamily, Quantization
 
-__all__ = ["FAMILIES", "Llama4Experts", "TransformersExperts", "put_experts"]
-
 _LLAMA4 = "transformers.models.llama4.modeling_llama4", "Llama4TextExperts"
 
 

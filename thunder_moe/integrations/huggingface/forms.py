@@ -28,11 +28,6 @@ from thunder_moe.integrations.huggingface.sharded_forward import sharding_of
 from thunder_moe.nn import NVFP4GroupedLinear
 from thunder_moe.quantization.replaceable import customization, has_own_forward, instance_customization
 
-__all__ = [
-    "GATES", "SHAPES_THE_FORM", "ExpertsForm", "alpha_of", "apply_gate", "form_of", "fused_gate", "has_experts",
-    "has_interface", "not_plain_experts", "require_form", "stored_weights",
-]  # fmt: skip
-
 # Attributes, beside a patched `_apply_gate`, that decide what a module computes between its projections.
 SHAPES_THE_FORM = ("act_fn", "limit", "swiglu_limit", "alpha", "swiglu_alpha", "has_gate", "is_concatenated")
 _INTERFACE = ("has_gate", "has_bias", "is_transposed", "is_concatenated")

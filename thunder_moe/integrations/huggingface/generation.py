@@ -42,8 +42,6 @@ from thunder_moe.formats.checks import require_type
 from thunder_moe.integrations.huggingface.sampling import Choice, choice_of
 from thunder_moe.progress import progress_bar
 
-__all__ = ["fast_generate"]
-
 logger = logging.getLogger("thunder_moe")
 
 _AHEAD = 8  # steps that the host launches before it waits for the tokens of the first of them

@@ -42,8 +42,6 @@ from thunder_moe.ops.operator import op_name_for
 from thunder_moe.routing import expert_of_row, gather_rows, invert, live_rows, sort_by_expert
 from thunder_moe.weight_cache import stacked_layout
 
-__all__ = ["run_experts", "thunder_moe_experts"]
-
 
 def run_experts(
     module: Any,

@@ -14,8 +14,6 @@ from torch import nn
 
 from thunder_moe.quantization.replaceable import has_own_forward
 
-__all__ = ["NEWEST", "key", "names", "origin", "runs_class_forward", "tell", "tell_decision", "unknown_version"]
-
 NEWEST = (5, 24)  # of transformers that the rows were compared with; its minor versions change what classes compute
 _LOGGER = logging.getLogger("thunder_moe")
 

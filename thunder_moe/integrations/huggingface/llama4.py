@@ -20,11 +20,6 @@ from thunder_moe.nn.quantized import calls_only_its_class
 from thunder_moe.ops import router as _router  # noqa: F401  (registers the operator)
 from thunder_moe.quantization.replaceable import has_hook, has_own_forward
 
-__all__ = [
-    "Llama4TextMoe", "RoutedLlama4Router", "RoutedLlama4TextMoe", "check_layer", "copy_llama4_moe", "restore_layer",
-    "route_layer",
-]  # fmt: skip
-
 Moe = TypeVar("Moe", bound=Llama4MoE)
 
 

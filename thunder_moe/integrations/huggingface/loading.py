@@ -20,8 +20,6 @@ from thunder_moe.checkpoint.files import require_inside
 from thunder_moe.integrations.huggingface.saving import mark_quantized
 from thunder_moe.integrations.huggingface.sharding import refuse_parallel
 
-__all__ = ["PackedQuantizer", "mark_initialized"]
-
 
 class PackedQuantizer(HfQuantizer):
     """A load that makes packed weights of this package.

@@ -41,8 +41,6 @@ except ImportError as error:
         "thunder_moe.integrations.huggingface.lora needs PEFT: pip install 'thunder_moe[peft]'"
     ) from error
 
-__all__ = ["get_peft_model", "load_peft_model"]
-
 _LOGGER = logging.getLogger("thunder_moe")
 _NOTHING = "dummy-target-modules"  # PEFT's word for a configuration that needs no module to match
 # The weight of experts -> names of its projections in checkpoints with a tensor for each.

@@ -33,11 +33,6 @@ from thunder_moe.integrations.huggingface.sharding import refuse_part
 from thunder_moe.nn.lora import LoRALinear, LoRASpec, in_blocks
 from thunder_moe.scratch import move_files, remove_leftovers, scratch_directory
 
-__all__ = [
-    "CONFIG", "PARTS", "WEIGHTS", "Adapter", "adapters", "encode", "load_lora_", "no_adapter", "pattern",
-    "rank_and_alpha", "read_adapter", "refuse_foreign", "save_lora", "set_adapter_", "write_adapter",
-]  # fmt: skip
-
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 # Options of a LoraConfig that change the computation of an adapter, or the layers that have one.
 _FOREIGN = (

@@ -14,8 +14,6 @@ from thunder_moe.finetune.lora import lora_linears
 from thunder_moe.integrations.huggingface.experts import NVFP4Experts
 from thunder_moe.nn.linear import is_packed_dense
 
-__all__ = ["PREFIX", "Target", "blocks_of", "is_named", "place_of", "refuse_left_out", "targets"]
-
 PREFIX = "base_model.model."  # of a PeftModel's names
 
 

@@ -15,8 +15,6 @@ from torch import nn
 from thunder_moe.finetune.lora import lora_linears, lora_parameters, refuse_merged, remove_lora_, use_lora_
 from thunder_moe.finetune.merge import merge_lora_
 
-__all__ = ["TunerWithExperts", "kept_", "names_of", "refuse_changed"]
-
 _LOGGER = logging.getLogger("thunder_moe")
 
 

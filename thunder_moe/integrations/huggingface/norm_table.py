@@ -9,8 +9,6 @@ from typing import Any
 
 from thunder_moe.integrations.huggingface.known_code import names
 
-__all__ = ["NORMS", "NormKind"]
-
 
 @dataclass(frozen=True)
 class NormKind:

@@ -25,8 +25,6 @@ from thunder_moe.integrations.huggingface.routers import OWN_STATE, is_setting, 
 from thunder_moe.nn.autocast import autocast_dtype
 from thunder_moe.ops.operator import is_plain_eager
 
-__all__ = ["FusedNorm", "NormCall", "fuse_norms_", "restore_norms_"]
-
 _DTYPES = (torch.bfloat16, torch.float16)
 Model = TypeVar("Model", bound=nn.Module)
 

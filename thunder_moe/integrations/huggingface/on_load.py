@@ -41,8 +41,6 @@ from thunder_moe.quantization.dense_linears import DenseLinears
 from thunder_moe.quantization.families import Quantization
 from thunder_moe.quantization.plan import Target, replace_module
 
-__all__ = ["ThunderMoeQuantizer"]
-
 _WEIGHTS = ("gate_up_proj", "up_proj", "down_proj")  # of experts, as opposed to their biases
 
 

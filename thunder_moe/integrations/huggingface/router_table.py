@@ -10,8 +10,6 @@ from typing import Any
 from thunder_moe.integrations.huggingface.known_code import names
 from thunder_moe.routing import RouterConfig
 
-__all__ = ["ROUTERS", "RouterKind"]
-
 
 @dataclass(frozen=True)
 class RouterKind:

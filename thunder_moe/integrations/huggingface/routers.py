@@ -30,11 +30,6 @@ from thunder_moe.ops.operator import operator_for
 from thunder_moe.quantization.replaceable import HOOK_ATTRIBUTES
 from thunder_moe.routing import RouterConfig
 
-__all__ = [
-    "OWN_STATE", "FusedRouter", "RouterCall", "RowOrders", "fuse_routers", "fused_call", "is_setting",
-    "restore_routers", "settings_of",
-]  # fmt: skip
-
 KNOWN_CODE = "transformers.models."
 OWN_STATE = frozenset({*vars(nn.Module()), *HOOK_ATTRIBUTES})  # attributes that are torch's or accelerate's
 _DEFAULTS = {field.name: field.default for field in fields(RouterConfig)}  # the defaults of moe_router

@@ -15,8 +15,6 @@ import torch
 from torch import Tensor
 from transformers.generation import logits_process as processors
 
-__all__ = ["Choice", "State", "choice_of"]
-
 _Process = Callable[[Tensor, "State"], Tensor]
 
 

@@ -34,8 +34,6 @@ from thunder_moe.nn.packed import PackedModule
 from thunder_moe.quantization.quantize import dequantize_, dequantize_with_
 from thunder_moe.scratch import move_files, remove_leftovers, scratch_directory
 
-__all__ = ["QuantizedModel", "count_packed", "forget_in_configs", "forget_quantization", "mark_quantized"]
-
 logger = logging.getLogger(__name__)
 
 CONFIG_NAME = "config.json"

@@ -35,9 +35,6 @@ except ImportError:  # transformers < 5.23
     AllReduce = Dispatched = Registry = Shared = by_layer = None
 
 
-__all__ = ["Sharding", "local_of", "sharding_of"]
-
-
 @dataclass(frozen=True)
 class Sharding:
     """Describe the part of a layer's experts that a process has, and the mesh of processes that share them.

@@ -22,11 +22,6 @@ from thunder_moe.integrations.huggingface.experts import NVFP4Experts
 from thunder_moe.integrations.huggingface.sharded_forward import AllReduce, Registry, by_layer
 from thunder_moe.nn.linear import NVFP4Linear
 
-__all__ = [
-    "AVAILABLE", "add_rules", "cut_", "cut_as_planned", "dispatch_weighted_rows", "keep_plans", "part_of",
-    "refuse_parallel", "refuse_part", "require_available",
-]  # fmt: skip
-
 AVAILABLE = Registry is not None  # transformers 5.23
 # Styles of dense layers that 4-bit ones take -> the dimension of their weight that processes share: output or input
 # features. Where results are gathered at once, or nothing is shared, each process has the layer whole.

@@ -30,8 +30,6 @@ from thunder_moe.kernels.select import lay_out
 from thunder_moe.nn.linear import NVFP4Linear, NVFP4LinearPart, NVFP4LinearStack
 from thunder_moe.nn.packed import PackedModule
 
-__all__ = ["load_by_checkpoint_names"]
-
 _DTYPES = {
     torch.uint8: "U8", torch.float8_e4m3fn: "F8_E4M3", torch.float32: "F32", torch.bfloat16: "BF16",
     torch.float16: "F16", torch.float64: "F64",

@@ -15,8 +15,6 @@ from torch import Tensor
 from thunder_moe.checkpoint.files import find_checkpoint
 from thunder_moe.formats.checks import require_device
 
-__all__ = ["load_model", "token_windows"]
-
 
 def load_model(name: str, dtype: str, device: str) -> Any:
     """Load the model of a directory, or of the hub's local cache, onto a device; `dtype` as in ``from_pretrained``."""

@@ -19,8 +19,6 @@ from thunder_moe.compilers.thunder.lookasides import same_code, trace
 from thunder_moe.nn.quantized import calls_only_its_class
 from thunder_moe.routing import invert, sort_by_expert
 
-__all__ = ["LOOKASIDES", "run_routed"]
-
 _forward: Any = Llama4TextMoe.forward
 _stock_forward = same_code(_forward)
 

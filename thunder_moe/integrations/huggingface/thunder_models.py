@@ -21,8 +21,6 @@ from transformers.utils.output_capturing import CompileableContextVar as _Variab
 from thunder_moe.compilers.thunder.lookasides import same_code, trace
 from thunder_moe.kernels.slow_paths import warn_once
 
-__all__ = ["LOOKASIDES"]
-
 _UPDATES = ("update", "update_conv_state", "update_recurrent_state", "update_indexer")
 _STATIC = (StaticLayer, StaticSlidingWindowLayer)
 

@@ -33,8 +33,6 @@ from thunder_moe.integrations.huggingface.sharding import part_of, refuse_part
 from thunder_moe.nn.linear import NVFP4Linear, NVFP4LinearPart, NVFP4LinearStack
 from thunder_moe.quantization.refresh import whole_tensor
 
-__all__ = ["is_shared", "model_config", "model_tensors", "write_model"]
-
 logger = logging.getLogger(__name__)
 
 

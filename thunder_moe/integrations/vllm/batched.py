@@ -16,8 +16,6 @@ from vllm.model_executor.layers.fused_moe.topk_weight_and_reduce import TopKWeig
 
 from thunder_moe.integrations.vllm.experts import ThunderExperts
 
-__all__ = ["ThunderBatchedExperts"]
-
 
 class ThunderBatchedExperts(ThunderExperts):
     """`ThunderExperts` of (E, R, H) with the rows in use of each expert; the exchange applies the router's weights.

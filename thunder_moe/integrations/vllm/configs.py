@@ -49,19 +49,6 @@ from thunder_moe.integrations.vllm.mxfp4 import mxfp4_method
 from thunder_moe.integrations.vllm.online import ThunderOnlineMoEMethod
 from thunder_moe.selection import without_numbers
 
-__all__ = [
-    "MODELS",
-    "NAME",
-    "ThunderCompressedTensorsConfig",
-    "ThunderGptOssMxfp4Config",
-    "ThunderModelOptMixedPrecisionConfig",
-    "ThunderModelOptMxFp8Config",
-    "ThunderModelOptNvFp4Config",
-    "ThunderOnlineConfig",
-    "ThunderQuantizationConfig",
-    "register_configs",
-]
-
 NAME = "thunder_moe"
 # Models of vLLM that `Thunder...` of these modules extends by a reader of fused experts.
 MODELS = {

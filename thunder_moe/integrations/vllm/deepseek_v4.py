@@ -14,8 +14,6 @@ from vllm.model_executor.layers.quantization.utils.quant_utils import is_layer_s
 
 from thunder_moe.integrations.vllm.mxfp4 import mxfp4_method
 
-__all__ = ["ThunderDeepseekV4Config"]
-
 _Vllms: Any = get_quantization_config("deepseek_v4_fp8")  # another class on CUDA than on a CPU
 
 

@@ -8,8 +8,6 @@ import torch
 from torch import Tensor
 from vllm.triton_utils import tl, triton
 
-__all__ = ["local_ids"]
-
 _BLOCK = 1024
 
 

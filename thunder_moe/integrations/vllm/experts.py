@@ -34,8 +34,6 @@ from thunder_moe.ops.grouped_mm import operands
 from thunder_moe.ops.operator import op_name_for
 from thunder_moe.routing import gather_rows
 
-__all__ = ["FIELDS", "FUSED_ACTIVATIONS", "SWIGLUOAI_FORM", "ThunderExperts", "unsupported_reason"]
-
 # The names of vLLM's parameters behind "w13_" and "w2_", in the order of `BlockFormat.fields`.
 FIELDS = {NVFP4: ("weight", "weight_scale", "weight_scale_2"), MXFP8: ("weight", "weight_scale")}
 _KEYS = {NVFP4: kNvfp4Static, MXFP8: kMxfp8Static}

@@ -34,8 +34,6 @@ from thunder_moe.integrations.vllm.experts import SWIGLUOAI_FORM
 from thunder_moe.integrations.vllm.methods import ModelOptThunderMoEMethod, ModelOptThunderMxFp8MoEMethod
 from thunder_moe.integrations.vllm.mxfp4 import ThunderMxfp4MoEMethod
 
-__all__ = ["ThunderGptOssForCausalLM"]
-
 _METHODS = (ModelOptThunderMoEMethod, ModelOptThunderMxFp8MoEMethod, ThunderMxfp4MoEMethod)
 _VLLM_METHODS = (ModelOptNvFp4FusedMoE, ModelOptMxFp8FusedMoE)
 _SINKS = re.compile(r"^(.*)\.self_attn\.sinks$")

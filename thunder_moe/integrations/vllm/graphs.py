@@ -10,8 +10,6 @@ from __future__ import annotations
 import vllm.envs
 from vllm.logger import init_logger
 
-__all__ = ["add_to_key", "decide"]
-
 # vLLM's log, where users look for what runs their experts.
 logger = init_logger("vllm.thunder_moe")
 _choices: set[str] = set()  # of all models of this process

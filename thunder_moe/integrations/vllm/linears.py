@@ -44,17 +44,6 @@ from thunder_moe.integrations.vllm.online import quantize_part
 from thunder_moe.kernels.select import lay_out, runs_on_cuda
 from thunder_moe.ops import scaled_mm  # noqa: F401  (registers the operator)
 
-__all__ = [
-    "ModelOptThunderLinearMethod",
-    "ModelOptThunderMxFp8LinearMethod",
-    "ThunderMxFp8Scheme",
-    "ThunderNvfp4Scheme",
-    "ThunderOnlineLinearMethod",
-    "compressed_tensors_scheme",
-    "dense_unsupported_reason",
-    "modelopt_linear_method",
-]
-
 _BACKENDS = {NVFP4: ("nvfp4_w4a16", "nvfp4_w4a4"), MXFP8: ("mxfp8",)}
 _MEASURED = (9, 0)
 

@@ -15,8 +15,6 @@ from typing import Any
 from torch import Tensor
 from vllm.model_executor.models.llama4 import Llama4ForCausalLM
 
-__all__ = ["PerExpert", "ThunderLlama4ForCausalLM"]
-
 _FUSED = re.compile(r"^(?P<experts>.*\.experts)\.(?P<projection>gate_up_proj|down_proj)(?P<field>_\w+)?$")
 _PROJECTIONS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
 

@@ -8,8 +8,6 @@ from vllm.model_executor.models.mllama4 import Llama4ForConditionalGeneration
 
 from thunder_moe.integrations.vllm.llama4 import PerExpert
 
-__all__ = ["ThunderLlama4ForConditionalGeneration"]
-
 
 class ThunderLlama4ForConditionalGeneration(PerExpert, Llama4ForConditionalGeneration):  # type: ignore[misc]
     """vLLM's model, whose own loader gives tensor-parallel ranks other rows of block scales than of weights."""

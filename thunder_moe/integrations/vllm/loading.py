@@ -16,9 +16,6 @@ from vllm.model_executor.utils import replace_parameter
 
 from thunder_moe.formats.mxfp8 import E8M0_NAN, MAX_SCALE
 
-__all__ = ["mark_unloaded", "refuse_reload", "replace", "require_decoded_scales", "require_loaded"]
-
-
 # Marks the beginning of unloaded rows of 4-bit codes, which have no NaN. Loaded rows have it with probability 2**-64.
 _NO_CODES = 0x5A3C96E1D70B482F
 _NO_CHECKPOINTS = ("sharded_state", "runai_streamer_sharded")

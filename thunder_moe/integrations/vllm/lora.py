@@ -39,8 +39,6 @@ from thunder_moe.routing import gather_rows, scale_of_rows
 # slot and sorted: 8 tokens 97 and 162, 128 tokens 210 and 280, 512 tokens 383 and 347 (one adapter: 400 and 318).
 _PER_SLOT_ROWS = 2048
 
-__all__ = ["ThunderLoRAExperts"]
-
 
 @dataclass
 class _Batch:

@@ -16,8 +16,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-__all__ = ["expand_rows", "expand_tokens", "shrink", "strides"]
-
 
 def _width(ranks: int) -> int:
     """Return the columns of A that 8 warps read at a time, as many as their registers hold."""

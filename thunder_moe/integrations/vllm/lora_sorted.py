@@ -23,8 +23,6 @@ from torch import Tensor
 
 from thunder_moe.integrations.vllm.lora_kernels import strides
 
-__all__ = ["Blocks", "blocks", "expand", "expand_rows", "shrink"]
-
 _ROWS = 32  # of a block
 _WIDTH = 128  # columns of A at a time
 _COLUMNS = 128  # rows of B of a program

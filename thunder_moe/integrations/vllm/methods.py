@@ -45,19 +45,6 @@ from thunder_moe.integrations.vllm.loading import (
 from thunder_moe.integrations.vllm.lora import ThunderLoRAExperts
 from thunder_moe.kernels.select import lay_out
 
-__all__ = [
-    "CompressedTensorsThunderMoEMethod",
-    "CompressedTensorsThunderMxFp8MoEMethod",
-    "ModelOptThunderMoEMethod",
-    "ModelOptThunderMxFp8MoEMethod",
-    "ThunderMethod",
-    "compressed_tensors_method",
-    "experts_class",
-    "gate_then_up",
-    "modelopt_method",
-    "mxfp8_method",
-]
-
 
 def modelopt_method(quant_config: ModelOptNvFp4Config, moe_config: FusedMoEConfig) -> FusedMoEMethodBase:
     """Return our method for the experts of a ModelOpt checkpoint in NVFP4, or vLLM's if ours cannot run them."""

@@ -28,8 +28,6 @@ from thunder_moe.integrations.vllm.graphs import decide
 from thunder_moe.integrations.vllm.loading import mark_unloaded
 from thunder_moe.integrations.vllm.methods import ThunderMethod, experts_class, gate_then_up
 
-__all__ = ["ThunderMxfp4MoEMethod", "mxfp4_method"]
-
 
 def mxfp4_method(moe_config: FusedMoEConfig, vllms: type[FusedMoEMethodBase]) -> FusedMoEMethodBase:
     """Return our method for MXFP4 experts, or vLLM's, an instance of `vllms`, if ours cannot run them."""

@@ -26,8 +26,6 @@ from thunder_moe.integrations.vllm.graphs import decide
 from thunder_moe.integrations.vllm.methods import ThunderMethod, experts_class
 from thunder_moe.kernels.select import quantize
 
-__all__ = ["ThunderOnlineMoEMethod", "quantize_part"]
-
 
 class ThunderOnlineMoEMethod(ThunderMethod, OnlineMoEMethodBase):  # type: ignore[misc]
     """The method for experts of a 16-bit checkpoint, with the bytes of `thunder_moe.quantize_`.

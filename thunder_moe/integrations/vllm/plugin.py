@@ -7,8 +7,6 @@ from __future__ import annotations
 import logging
 import os
 
-__all__ = ["SWITCH", "register"]
-
 # An environment variable, since the processes that vLLM starts inherit it: "0" turns the plugin off, "1" turns it on
 # with versions of vLLM that it was not tested with.
 SWITCH = "THUNDER_MOE_VLLM"

@@ -22,8 +22,6 @@ import torch
 from thunder_moe.kernels import code_cache
 from thunder_moe.kernels.forks import ForkLock
 
-__all__ = ["NEVER", "ROWS", "Limits", "forced_limits", "limits_are", "limits_for"]
-
 NEVER = 1 << 40
 ROWS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 128, 256)
 GEMVS = ("dots", "fma")

@@ -25,8 +25,6 @@ from thunder_moe.kernels.cuda import launch, nvrtc
 from thunder_moe.kernels.cuda.workspace import semaphore_pool
 from thunder_moe.kernels.forks import ForkLock
 
-__all__ = ["Address", "Chain", "ChainBuilder", "Field", "TensorMap", "launched", "missing_reason"]
-
 _SOURCE = Path(__file__).with_name("src") / "chain.cpp"
 _NAME = "thunder_moe_chain"
 _FLAGS = ("-std=c++17", "-O2", "-fPIC", "-fvisibility=hidden")

@@ -17,32 +17,15 @@ from typing import NamedTuple
 
 import torch
 
-from thunder_moe.formats.layouts import LINEAR
-from thunder_moe.formats.layouts import TILED_64X64 as TILED
+from thunder_moe.formats.layouts import LINEAR, TILED_64X64
 from thunder_moe.kernels.cuda.arguments import GemmArguments, TmaGemmArguments
 from thunder_moe.kernels.cuda.nvrtc import instance
 from thunder_moe.kernels.specs import GemmSpec
 
-__all__ = [
-    "BLOCK_BYTES",
-    "CHUNK",
-    "COMMON",
-    "FORMATS",
-    "LAYOUTS",
-    "MEASURED",
-    "TILED",
-    "GemmConfig",
-    "Point",
-    "candidates",
-    "choose_config",
-    "dense_candidates",
-    "invariant_parts",
-    "most_shared_bytes",
-]
-
 COMMON = Path(__file__).with_name("src") / "common.cuh"  # in front of every kernel's source
 MEASURED = Path(__file__).with_name("configs.json")
 CHUNK = 128  # k of a step of the kernels of "linear" weights
+TILED = TILED_64X64
 LAYOUTS = (LINEAR, TILED)  # that the kernels read
 FORMATS = ("nvfp4", "mxfp8")  # of weights: each has a header in src
 _TILED_FILES = ("pipeline.cuh", "tile_scheduler.cuh")

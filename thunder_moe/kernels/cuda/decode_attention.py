@@ -17,8 +17,6 @@ from thunder_moe.kernels.cuda.configs import COMMON
 from thunder_moe.kernels.cuda.nvrtc import instance
 from thunder_moe.kernels.cuda.operands import target
 
-__all__ = ["SOURCES", "append_decode_attention", "unserved_reason"]
-
 SOURCES = (COMMON, COMMON.with_name("ptx.cuh"), COMMON.with_name("decode_attention.cu"))
 WIDTHS = (64, 128)  # D
 MOST_GROUPS = 16  # query heads that share a key head

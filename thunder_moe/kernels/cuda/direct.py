@@ -18,8 +18,6 @@ from thunder_moe.kernels.cuda.configs import COMMON, TILED
 from thunder_moe.kernels.cuda.nvrtc import instance
 from thunder_moe.kernels.specs import GemmSpec
 
-__all__ = ["MOST_NORM_ROWS", "NormOperands", "append_mm", "explain_mm", "serves_mm", "sources"]
-
 MOST_ROWS = 8
 # More columns take as long by the kernels with a pipeline. Decode step of Qwen3-30B-A3B, H100, us that a layer adds to
 # it, by clusters and without a pipeline: (5120, 2048) 6.6 and 5.4, (2048, 4096) 4.8 and 3.6, the head (151936, 2048) 62

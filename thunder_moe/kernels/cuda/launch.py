@@ -17,18 +17,6 @@ from torch import Tensor
 
 from thunder_moe.kernels.cuda import nvrtc
 
-__all__ = [
-    "capture_of",
-    "config_of",
-    "current_device",
-    "current_stream",
-    "is_capturing",
-    "launch",
-    "launch_address",
-    "map_of",
-    "tensor_map",
-]
-
 # torch's functions for the calling thread (None in a torch without CUDA): the index of the current device, the address
 # of a device's current stream, True if the current device's current stream is being captured.
 current_device: Any = getattr(torch._C, "_cuda_getDevice", None)

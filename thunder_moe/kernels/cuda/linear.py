@@ -29,24 +29,6 @@ from thunder_moe.kernels.cuda.nvrtc import instance
 from thunder_moe.kernels.cuda.operands import target
 from thunder_moe.kernels.specs import DgradSpec, LinearSpec
 
-__all__ = [
-    "KERNELS",
-    "MMA",
-    "PACKED",
-    "PACKED_STAGES",
-    "STAGES",
-    "WGMMA",
-    "append_linear",
-    "append_packed_linear",
-    "kernel_for",
-    "packed_is_faster",
-    "prepare_linear",
-    "reads_eight",
-    "scaled_linear",
-    "serves_rank",
-    "torch_is_faster",
-]
-
 _PTX, _LINEAR = COMMON.with_name("ptx.cuh"), COMMON.with_name("linear.cuh")
 _WGMMA = (COMMON.with_name("wgmma.cuh"), COMMON.with_name("wgmma_shared.cuh"))
 WGMMA = (COMMON, _PTX, *_WGMMA, _LINEAR, COMMON.with_name("linear_wgmma.cu"))

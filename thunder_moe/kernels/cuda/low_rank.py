@@ -25,8 +25,6 @@ from thunder_moe.kernels.cuda.operands import aligned, operands_of, target, weig
 from thunder_moe.kernels.cuda.plan import plan_gemm
 from thunder_moe.kernels.specs import GemmSpec
 
-__all__ = ["GATHER", "dgrad", "for_adapter", "gather", "grouped_mm"]
-
 GATHER = (COMMON, *(COMMON.with_name(name) for name in ("ptx.cuh", "linear.cuh", "gather_low_rank.cu")))
 _GEMM = "f16a_nvfp4weight_grouped_mm_low_rank"
 _DGRAD_CONFIG = GemmConfig("tiled_wgmma", 24, 1, 3, 1, 1)

@@ -16,20 +16,6 @@ import torch
 
 from thunder_moe.kernels import code_cache
 
-__all__ = [
-    "Kernel",
-    "bind_context",
-    "compile_cubin",
-    "compile_files",
-    "instance",
-    "kernel",
-    "launch_config",
-    "missing_reason",
-    "raise_error",
-    "struct_checks",
-    "tensor_map",
-]
-
 _OPTIONS = ("--std=c++17", "--device-as-default-execution-space")  # the latter for generic lambdas
 _thread = threading.local()
 

@@ -13,8 +13,6 @@ from thunder_moe.formats.weight import PackedWeight, WeightOperands
 from thunder_moe.kernels.arguments import MaybeTensor, as_kernel_float
 from thunder_moe.kernels.specs import Target, WeightSpec
 
-__all__ = ["aligned", "aligned_float", "operands_of", "target", "weight_spec"]
-
 
 def aligned(tensor: Tensor) -> Tensor:
     """Return a tensor contiguous and aligned to 16 bytes, as the kernels load; a copy only if it is not already."""

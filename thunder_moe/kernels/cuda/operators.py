@@ -34,8 +34,6 @@ from thunder_moe.kernels.cuda.prepared import Adapter, ExpertsOperands, Order, W
 from thunder_moe.kernels.specs import CombineSpec, DgradSpec, ExpertsSpec, GemmSpec, RouterSpec, WeightSpec
 from thunder_moe.routing import RouterConfig
 
-__all__ = ["attempt", "describe", "explain", "prepare", "run", "unserved_reason"]
-
 _ANYWHERE = (torch.int32, torch.int64, torch.bool)  # dtypes of indices and masks
 Finish = Callable[[Tensor, Any], Tensor]  # (the first operand, a chain's results) -> the result
 

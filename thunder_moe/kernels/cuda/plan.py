@@ -11,8 +11,6 @@ from pathlib import Path
 from thunder_moe.kernels.cuda.configs import BLOCK_BYTES, CHUNK, TILED, GemmConfig, choose_config, invariant_parts
 from thunder_moe.kernels.specs import GemmSpec
 
-__all__ = ["CACHE_LINE", "GemmPlan", "plan_gemm"]
-
 CACHE_LINE = 32  # int32 in a cache line: the tile counter has one of its own, in front of the semaphores
 # Loading weights with L2 evict_first saves the time to write back evicted lines. Above so many bytes of weights that
 # time is hidden, and the copies themselves are slower, unless the tensor cores are the limit (H200).

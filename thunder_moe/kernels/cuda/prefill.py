@@ -14,8 +14,6 @@ from thunder_moe.kernels.cuda.chain import launched
 from thunder_moe.kernels.cuda.linear import kernel_for, prepare_linear
 from thunder_moe.kernels.specs import LinearSpec, Target
 
-__all__ = ["DEQUANTIZE_FIRST", "RETILE_FIRST", "multiply", "strategy"]
-
 RETILE_FIRST, DEQUANTIZE_FIRST = "tiled_64x64", "16 bits"
 # Up to so many rows per expert the kernels of "linear" weights are as fast. H200, us of the GEMM with these kernels,
 # with the conversion, and with bf16 weights. MXFP8 to tiles, Qwen3-30B-A3B (1536, 2048): 64 rows 298, 377, 262; 128

@@ -38,22 +38,6 @@ from thunder_moe.kernels.cuda.nvrtc import instance
 from thunder_moe.kernels.cuda.plan import CACHE_LINE, GemmPlan
 from thunder_moe.kernels.specs import CombineSpec, DgradSpec, ExpertsSpec, GemmSpec, LinearSpec
 
-__all__ = [
-    "Adapter",
-    "Order",
-    "Weight",
-    "append_combine",
-    "append_dgrad",
-    "append_experts",
-    "append_gemm",
-    "append_route",
-    "columns_of",
-    "dequantize_kernel",
-    "elementwise_blocks",
-    "finished",
-    "order_results",
-]
-
 ELEMENTWISE_THREADS = 256
 ELEMENTWISE_BLOCKS = 1 << 20  # at most: threads loop over items
 DEQUANTIZE = (COMMON, COMMON.with_name("dequantize.cu"))

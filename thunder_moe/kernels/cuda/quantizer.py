@@ -20,8 +20,6 @@ from thunder_moe.kernels.cuda import backend
 from thunder_moe.kernels.cuda.nvrtc import instance
 from thunder_moe.kernels.cuda.operands import aligned
 
-__all__ = ["quantize", "quantize_unchecked", "to_tiled"]
-
 _COPY_BYTES = 2**28  # of a weight that is not contiguous, copied at a time
 to_tiled = backend.to_tiled
 

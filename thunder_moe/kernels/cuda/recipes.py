@@ -28,8 +28,6 @@ from thunder_moe.kernels.recipes import Quantized, QuantizedProducts
 from thunder_moe.kernels.rounded_weights import rounded
 from thunder_moe.kernels.slow_paths import warn_once
 
-__all__ = ["CudaProducts", "quantize", "quantize_columns"]
-
 SOURCES = (COMMON, COMMON.with_name("activation.cu"), COMMON.with_name("recipes.cu"))
 _THREADS = 256  # kRowThreads
 _TILE = 128  # kTile

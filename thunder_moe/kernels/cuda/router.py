@@ -19,8 +19,6 @@ from thunder_moe.kernels.cuda.plan import CACHE_LINE
 from thunder_moe.kernels.specs import RouterSpec
 from thunder_moe.routing import RouterConfig
 
-__all__ = ["SOURCES", "append_linear_router", "append_router", "serves_linear", "unserved_reason"]
-
 SOURCES = (COMMON, COMMON.with_name("norm.cuh"), COMMON.with_name("router.cu"))
 MAX_EXPERTS, MAX_TOP_K, MAX_GROUPS = 512, 32, 32
 PER_LANE = (1, 2, 3, 4, 5, 6, 8, 12, 16)  # experts of a lane

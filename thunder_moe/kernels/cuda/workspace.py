@@ -16,8 +16,6 @@ from torch import Tensor
 
 from thunder_moe.kernels.cuda import launch
 
-__all__ = ["STREAM_SIZE", "SemaphorePool", "semaphore_pool"]
-
 STREAM_SIZE = 2048  # int32 that each stream gets, enough for most kernels
 _SIZE = 1024 * STREAM_SIZE
 

@@ -11,8 +11,6 @@ from typing import NamedTuple
 
 from thunder_moe.tools.sensitivity.measure import WIDE, BlockLoss, Sensitivity
 
-__all__ = ["Choice", "choose_formats"]
-
 
 @dataclass(frozen=True)
 class Choice:

@@ -15,8 +15,6 @@ from thunder_moe.tools.sensitivity.formats_file import read_sensitivity, write
 from thunder_moe.tools.sensitivity.measure import WIDE, measure_choice, measure_sensitivity
 from thunder_moe.tools.sensitivity.report import plot, require_matplotlib, table
 
-__all__ = ["run"]
-
 
 def run(options: argparse.Namespace) -> str:
     """Runs the command with its parsed arguments; returns the table, the choice and the files, to be printed.

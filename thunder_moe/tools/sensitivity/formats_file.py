@@ -21,8 +21,6 @@ from thunder_moe.formats.checks import require_path
 from thunder_moe.formats.registry import FORMATS
 from thunder_moe.tools.sensitivity.measure import WIDE, BlockLoss, Sensitivity
 
-__all__ = ["format_of_path", "load_formats", "read_formats", "read_sensitivity", "write"]
-
 
 def load_formats(path: str | Path) -> Callable[[nn.Module, str], str | None]:
     """Return the formats that ``python -m thunder_moe sensitivity --budget`` has written, as `quantize_` takes them.

@@ -20,8 +20,6 @@ from thunder_moe.progress import progress_bar
 from thunder_moe.quantization.choose import choose_modules
 from thunder_moe.selection import Patterns, Selection
 
-__all__ = ["WIDE", "BlockLoss", "Sensitivity", "check_windows", "measure_choice", "measure_sensitivity"]
-
 WIDE = "16-bit"  # the name, in tables and in `BlockLoss`, of weights that stay as they are
 
 

@@ -10,8 +10,6 @@ from pathlib import Path
 from thunder_moe.formats.registry import FORMATS
 from thunder_moe.tools.sensitivity.measure import WIDE, Sensitivity
 
-__all__ = ["plot", "require_matplotlib", "table"]
-
 _COLOURS = {"nvfp4": "tab:orange", "mxfp8": "tab:blue", WIDE: "tab:gray"}
 
 
