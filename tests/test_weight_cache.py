@@ -229,7 +229,7 @@ def test_steps_of_optimizers_on_a_flat_buffer_are_seen():
 
 
 def test_optimizers_of_other_layouts_step():
-    """The hook of the cache sees the optimizers of the whole process: sparse parameters have no storage."""
+    """The hook of the cache sees the optimizers of the whole process: sparse parameters are without a storage."""
     weight = parameter(2, 8, 32).requires_grad_()
     packed, sparse = get(weight), nn.Parameter(torch.eye(3).to_sparse())
     weight.grad, sparse.grad = torch.ones_like(weight), torch.eye(3).to_sparse()

@@ -25,7 +25,7 @@ def copy_companions(source: Path, destination: Path, *, skip: tuple[Path, ...] =
     """Copy everything of a checkpoint but weights, their indices and configs; hidden files stay behind.
 
     Subfolders are copied unless they hold weights (another form of the model) or are in `skip`. Existing files of the
-    destination stay. Links to files are followed, as the hub's cache has them; links to folders are not.
+    destination stay. Links to files, like the hub's cache has, are followed; links to folders are not.
     """
     left_out = {path.resolve() for path in (*skip, destination)}
     for folder, subfolders, names in os.walk(source, onerror=_raise):

@@ -390,7 +390,7 @@ def restore_base_class(linear: Any) -> None:
 
 
 def require_lora(model: nn.Module) -> dict[str, Any]:
-    """Return `lora_linears(model)`; raise a ValueError if the model has no adapters."""
+    """Return `lora_linears(model)`; raise a ValueError for a model without adapters."""
     require_module(model)
     linears = lora_linears(model)
     if not linears:

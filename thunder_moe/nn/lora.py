@@ -46,8 +46,8 @@ class LoRASpec:
 def read_record(state_dict: Mapping[str, Tensor], prefix: str) -> tuple[dict[str, LoRASpec], tuple[str, ...]] | None:
     """Return the specs in the `LoRALinear.lora_record` of a linear, and the names of the active adapters.
 
-    The state dict has the record as "lora_specs" below the prefix, beside the adapters. None if it has no record, or no
-    data of it; a record without five valid numbers for each adapter is a ValueError.
+    The record is "lora_specs" below the prefix, beside the adapters. Return None without a record, or with one on the
+    meta device. Raise a ValueError if a record has not five valid numbers for each adapter.
     """
     record, start = state_dict.get(f"{prefix}lora_specs"), f"{prefix}lora_A."
     if record is None or record.is_meta:

@@ -67,7 +67,7 @@ def keep_layers(
     """Open the directory of the finished layers, new or of an interrupted call; nothing is kept without a destination.
 
     To resume, the tensors of the model (before anything is changed), the batches and the options, name -> value in
-    JSON, have to be the same. Errors are those of `open_partial`.
+    JSON, have to be the same. Raises what `open_partial` raises.
     """
     if destination is None:
         yield KeptLayers()

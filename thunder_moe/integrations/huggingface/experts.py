@@ -235,7 +235,7 @@ def quantized_experts(
 ) -> NVFP4Experts:
     """Quantize one of `expert_blocks`, in 16 bits or float32; the `memo` of a model keeps tied weights tied.
 
-    The weights (E, N, K) are quantized by `pack`. Errors are those of `NVFP4Experts.from_weights` and `nvfp4.quantize`.
+    `pack` quantizes the weights (E, N, K). Raises what `NVFP4Experts.from_weights` and `nvfp4.quantize` raise.
     """
     form = forms.require_form(experts)
     first, second, *biases = forms.stored_weights(experts, form).values()

@@ -192,7 +192,7 @@ def read_adapter(
 ) -> tuple[dict[str, Adapter], dict[str, Tensor], dict[str, Any]]:
     """Return the adapters of a directory's files by the path of their linear, the other tensors, and the configuration.
 
-    Errors are those of `load_lora_`, but for other tensors, and for none of 4-bit linears (`no_adapter`).
+    Raises what `load_lora_` raises. Other tensors, and files without tensors of 4-bit linears, are not errors here.
     """
     require_module(model)
     refuse_part(model, "whose layers are whole, as an adapter's files are: add_lora_(model, ...) adds one for training")

@@ -20,13 +20,10 @@ class RouterKind:
     epsilon: float = 0.0  # as in `RouterConfig`, where it normalizes
     least_sum: str | None = None  # the router's attribute for it, if any
     scale: str | None = None  # the router's attribute for it, if any
-    # As in `RouterConfig`, of `num_group` groups of which the best `topk_group` count; 0 without groups
-    group_best: int = 0
+    group_best: int = 0  # like in `RouterConfig`, where the best `topk_group` of `num_group` groups count; 0: no groups
     mask_to_zero: bool = False  # as in `RouterConfig`
-    # An attribute, and its value with which there are groups; None: there are always
-    grouped_if: tuple[str, Any] | None = None
-    # An attribute, and its value with which the class computes this; None: it always does
-    requires: tuple[str, Any] | None = None
+    grouped_if: tuple[str, Any] | None = None  # (attribute, its value for routers with groups); None: all have groups
+    requires: tuple[str, Any] | None = None  # (attribute, its value for routers that compute this); None: all do
     wide: bool = False  # the linear layer runs in float32
     logits_float: bool = False  # the logits are float32 behind a linear layer in the dtype of the hidden states
     scores_float: bool = False  # the scores are float32, else in the dtype of the hidden states
