@@ -114,9 +114,12 @@ class DenseLinears(ExpertFamily):
             _LOGGER.info(words, 4 if format_name == NVFP4.name else 8, *limit, shortened(names))
         for reason, names in skipped.items():
             _LOGGER.info("stays 16-bit: %s: %s", shortened(names), reason)
-        words = "computed one by one in eager mode: %s of %s, of which dense_names.READ_TOGETHER_BY does not say that"
+        words = (
+            "computed one by one in eager mode: %s of %s, of which dense_names.READ_TOGETHER_BY does not say that they"
+            " read the same tensor"
+        )
         for siblings, classes in apart.items():
-            _LOGGER.info(f"{words} they read the same tensor", siblings, ", ".join(classes))
+            _LOGGER.info(words, siblings, ", ".join(classes))
 
     def _find_stacks(self, parent: nn.Module, candidates: dict[nn.Linear, str]) -> None:
         """Find the children of a module that read the same rows, for one stacked weight."""
@@ -173,9 +176,9 @@ class DenseLinears(ExpertFamily):
     def unstack(self, module: nn.Module) -> None:
         """Have the linears of a stack converted one by one, to the bits that they have in the stack."""
         if (group := self._stack_of(module)) is not None:
-            members = group.living_members()
+            members = [*zip(group.names, group.living_members(), strict=True)]
             for positions in sharing_scale(group.names):
-                shared = {group.names[position]: members[position] for position in positions}
+                shared = dict(members[position] for position in positions)
                 self._groups.update(dict.fromkeys(shared.values(), _Group(shared)))
 
     def blocker(self, module: nn.Module) -> str | None:
@@ -286,10 +289,10 @@ def _join(parent: nn.Module, names: list[str], linears: list[NVFP4Linear]) -> No
 
 
 class _Group:
-    """Linears that are packed together: as one stacked weight, or (without a name for it) with one global scale.
+    """Linears that are packed together: as one stacked weight, or (without a `stack_name`) with one global scale.
 
-    Those of a stack read the same rows. Those with a scale are merged by engines: DeepSeek's q_a_proj and
-    kv_a_proj_with_mqa, and q, k and v of an attention that calls them in branches. They are kept by references, because
+    Linears of a stack read the same rows. Linears that share a scale are merged by engines: DeepSeek's q_a_proj and
+    kv_a_proj_with_mqa, and q, k and v of an attention that calls them in branches. The group has references, because
     each 16-bit weight is freed once it is converted.
     """
 
