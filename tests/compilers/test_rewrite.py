@@ -277,6 +277,7 @@ def test_rewrites_a_frozen_layer(compiler, moe, x):
 @pytest.mark.parametrize(
     ("shape", "top_k", "shared"), [((1, 1), 1, 0), ((1, 1), 4, 1), ((1, 3), 4, 0), ((7, 1), 2, 1), ((2, 5), 2, 0)]
 )
+@pytest.mark.covering(1)
 @pytest.mark.slow
 def test_any_batch_and_top_k(compiler, shape, top_k, shared):
     config = Llama4MoEConfig(64, 32, 4, top_k=top_k, num_shared_experts=shared)
@@ -318,13 +319,7 @@ def test_one_copy_for_graphs_models_and_compilers(x, count):
     first, second = (Llama4MoE(Llama4MoEConfig(64, 32, 4), dtype=BF16).requires_grad_(False) for _ in range(2))
     second.routed_experts = first.routed_experts
     both = nn.Sequential(first, second)
-    programs = [
-        ("dynamo-aot_eager", first),
-        ("dynamo-eager", second),
-        ("thunder", lambda x: first(x)),
-        ("thunder", both),
-    ]
-    for compiler, model in programs:
+    for compiler, model in [("dynamo-aot_eager", first), ("dynamo-eager", second), ("thunder", both)]:
         compiled = compile_by(compiler, model)
         out = compiled(x)
         assert torch.equal(compiled(x), out)
