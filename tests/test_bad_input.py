@@ -86,6 +86,16 @@ def test_a_model_is_a_module(name, given):
         (lambda: thunder_moe.use_lora_(add_lora_(model(), 2, 2), 3), TypeError, "adapters: got int, wanted a name, a"),
         (lambda: thunder_moe.use_lora_(add_lora_(model(), 2, 2), [{}]), TypeError, "adapters: got dict, wanted a name"),
         (lambda: thunder_moe.merge_lora_(add_lora_(model(), 2, 2), 3), TypeError, "adapters: got int, wanted a name"),
+        (
+            lambda: thunder_moe.merge_lora_(add_lora_(model(), 2, 2), torch.zeros(2)),
+            TypeError,
+            "adapters: got Tensor",
+        ),
+        (
+            lambda: thunder_moe.remove_lora_(add_lora_(model(), 2, 2), "x"),
+            ValueError,
+            "adapter: got 'x', wanted",
+        ),
         (lambda: thunder_moe.remove_lora_(add_lora_(model(), 2, 2), {}), TypeError, "adapter: got dict, wanted a name"),
         (lambda: thunder_moe.use_backend([]).__enter__(), ValueError, r"backend: got \[\], wanted one of"),
         (lambda: ExpertParallel(chunks=None), ValueError, "chunks: got None, wanted an integer"),

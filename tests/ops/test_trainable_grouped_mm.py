@@ -5,6 +5,7 @@ Called by pytest; judged by tests/oracle.py.
 import pytest
 import torch
 from oracle import KERNEL_TOLERANCE, grouped_mm, groups, relative_error
+from torch.autograd import forward_ad
 
 import thunder_moe.ops.trainable_grouped_mm  # noqa: F401  (registers the operators)
 
@@ -75,3 +76,17 @@ def test_a_second_derivative_is_an_error():
     (grad,) = torch.autograd.grad(out.float().square().sum(), a, create_graph=True)
     with pytest.raises(NotImplementedError, match="second derivatives are not supported"):
         grad.float().sum().backward()
+
+
+def test_forward_mode_is_refused():
+    """The tangents of a custom operator would be zeros."""
+    offsets = torch.tensor([1, 3, 8, 8], dtype=torch.int32)
+    a, weight = (tensor.detach() for tensor in make(offsets))
+    grad = OPS.trainable_grouped_mm(a, weight.mT, offsets)
+    for operator, rows, other in (
+        (OPS.trainable_grouped_mm, a, weight.mT),
+        (OPS.trainable_grouped_mm_dgrad, grad, weight.mT),
+        (OPS.trainable_grouped_mm_wgrad, a, grad),
+    ):
+        with forward_ad.dual_level(), pytest.raises(NotImplementedError, match="no forward-mode derivative"):
+            operator(forward_ad.make_dual(rows, rows), other, offsets)

@@ -235,7 +235,7 @@ def remove_lora_(model: Model, adapter: str | None = None) -> Model:
     linears = require_lora(model)
     require_type("adapter", adapter, (str, type(None)), "a name or None")
     if adapter is not None:
-        require_names(linears, adapter)
+        require_names(linears, adapter, "adapter")
         refuse_merged(linears)
     for linear in linears.values():
         for name in list(linear.lora_specs) if adapter is None else [adapter]:
@@ -398,23 +398,23 @@ def require_lora(model: nn.Module) -> dict[str, Any]:
     return linears
 
 
-def require_names(linears: dict[str, Any], adapters: Any) -> tuple[str, ...]:
-    """Return the names in an argument `adapters`: one name, several, or None.
+def require_names(linears: dict[str, Any], adapters: Any, argument: str = "adapters") -> tuple[str, ...]:
+    """Return the names in an argument: one name, several, or None.
 
     Raises:
         TypeError: it is something else.
         ValueError: none of the linears has an adapter of a name, or a name is given twice.
     """
     words = "a name, a list of names or None"
-    require_type("adapters", adapters, (Iterable, type(None)), words)
-    wanted = (adapters,) if isinstance(adapters, str) else tuple(adapters or ())
+    require_type(argument, adapters, (Iterable, type(None)), words)
+    wanted = (adapters,) if isinstance(adapters, str) else () if adapters is None else tuple(adapters)
     known = {name for linear in linears.values() for name in linear.lora_specs}
     for name in wanted:
-        require_type("adapters", name, str, words)
+        require_type(argument, name, str, words)
         if name not in known:
-            raise ValueError(f"adapters: got {name!r}, wanted some of {sorted(known)}")
+            raise ValueError(f"{argument}: got {name!r}, wanted some of {sorted(known)}")
     if len(set(wanted)) != len(wanted):
-        raise ValueError(f"adapters: got {list(wanted)}, wanted each name once")
+        raise ValueError(f"{argument}: got {list(wanted)}, wanted each name once")
     return wanted
 
 

@@ -20,12 +20,12 @@ def is_one_operator(hidden_TH: Tensor, weight: Any) -> bool:
     """True if `moe_linear_router` computes the logits, too.
 
     It does so in all graphs of inference, because it reads the batch-invariant mode when it runs. A linear layer of
-    torch does not. In eager inference on CUDA it saves a launch for few tokens. Under autocast a linear layer has other
-    operands.
+    torch does not. In eager inference on CUDA it saves a launch for few tokens. Under autocast to another dtype a
+    linear layer has other operands.
     """
     if torch.is_grad_enabled() or traced_by_thunder() or hidden_TH.dtype != weight.dtype:
         return False
-    if autocast_dtype(hidden_TH) is not None:
+    if autocast_dtype(hidden_TH) not in (None, hidden_TH.dtype):
         return False
     if torch.compiler.is_compiling():
         return hidden_TH.dtype in ACTIVATION_DTYPES

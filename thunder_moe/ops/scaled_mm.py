@@ -29,6 +29,8 @@ def dense_operands(weight: PackedWeight) -> tuple[Tensor, ...]:
 
 def _check_operands(name: str, rows: Tensor, weight: WeightOperands, layout: str, columns: str) -> None:
     """Check everything that can be checked without data; `columns` is what the last dimension of `rows` has to be."""
+    if weight.codes.device != rows.device:
+        raise mismatch(weight.names[0], weight.codes, f"device {rows.device}, as {name} has")
     weight.check(layout, dense=True)
     (codes, n), of_weight = weight.codes.shape, weight.names[0]
     require(rows.dtype in ACTIVATION_DTYPES, name, rows, f"a dtype of {ACTIVATION_DTYPES}")
@@ -36,8 +38,6 @@ def _check_operands(name: str, rows: Tensor, weight: WeightOperands, layout: str
     wanted = weight.format.codes_per_byte * codes if columns == "in_features" else n
     if rows.shape[-1] != wanted:
         raise mismatch(name, rows, f"shape (..., {wanted}), the {columns} of {of_weight} {tuple(weight.codes.shape)}")
-    if weight.codes.device != rows.device:
-        raise mismatch(of_weight, weight.codes, f"device {rows.device}, as {name} has")
 
 
 def _shapes(activation: Tensor, weight: WeightOperands, *_: Any, **__: Any) -> tuple[tuple[int, ...]]:

@@ -12,11 +12,13 @@ import torch
 from torch import Tensor
 
 from thunder_moe.kernels import trainable_grouped_mm as kernels
+from thunder_moe.ops.checks import refuse_forward_ad
 from thunder_moe.ops.grouped_linear import training_operator
 
 
 @training_operator(lambda grad, b, offsets: grad.new_empty(grad.shape[0], b.shape[1]))
 def _trainable_grouped_mm_dgrad(grad: Tensor, b: Tensor, offsets: Tensor) -> Tensor:
+    refuse_forward_ad()
     return kernels.dgrad(grad, b, offsets).contiguous()
 
 
@@ -27,6 +29,7 @@ def _fake_wgrad(a: Tensor, grad: Tensor, offsets: Tensor, row_major: bool = Fals
 
 @training_operator(_fake_wgrad)
 def _trainable_grouped_mm_wgrad(a: Tensor, grad: Tensor, offsets: Tensor, row_major: bool = False) -> Tensor:
+    refuse_forward_ad()
     # If a dimension is not a multiple of 16 bytes, torch pads the rows of the result.
     weight_grad = kernels.wgrad(a, grad, offsets, row_major)
     return weight_grad.contiguous() if row_major else weight_grad.mT.contiguous().mT
@@ -53,4 +56,5 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Non
     lambda a, b, offsets: a.new_empty(a.shape[0], b.shape[2]), backward=_backward, setup_context=_setup_context
 )
 def _trainable_grouped_mm(a: Tensor, b: Tensor, offsets: Tensor) -> Tensor:
+    refuse_forward_ad()
     return kernels.forward(a, b, offsets)

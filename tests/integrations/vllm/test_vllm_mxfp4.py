@@ -122,6 +122,9 @@ def deepseek_v4(path, seed):
     return path, decoded
 
 
+@pytest.mark.skipif(
+    "AVX512" not in torch.backends.cpu.get_cpu_capability(), reason="vLLM's DeepSeek-V4 needs AVX-512 on a CPU"
+)
 def test_experts_of_deepseek_v4(tmp_path):
     """vLLM's loader and each layer's experts; its attention needs Triton for a step of the engine."""
     path, weights = deepseek_v4(tmp_path / "first", 0)
