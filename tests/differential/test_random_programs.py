@@ -163,6 +163,6 @@ def test_a_failure_is_told_when_the_time_is_over_while_it_shrinks(monkeypatch):
     monkeypatch.setattr(workers, "shrink", lambda program, compiler, seconds: time.sleep(60))
     monkeypatch.setattr(workers, "GRACE", 0.1)
     settings = Settings("dynamo-eager", frozenset(), shrinking=60)
-    (found,) = outcomes(range(7, 8), settings, workers=1, seconds=3)
+    (found,) = outcomes(range(7, 8), settings, workers=1, seconds=10)
     assert (found.seed, found.outcome.failure) == (7, "wrong")
     assert "run_source(" in found.script
