@@ -197,9 +197,9 @@ def test_the_head_is_quantized_with_the_layers(config, uncompiled, monkeypatch, 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["compiled bf16", "thunder_moe", "quantize_", "quantize_ linears"])
+@pytest.mark.parametrize("name", ["thunder_moe", "quantize_ linears"])
 def test_a_compiled_column(config, name):
-    row, error = run(spec(config(), name, inner="aot_eager", batches=(1, 3, 5)))
+    row, error = run(spec(config(layers=1), name, inner="aot_eager", batches=(1, 3, 5)))
     assert error is None
     assert row["relative_error"] < 0.05
     assert list(row["decode"]) == ["1", "3", "5"]
