@@ -59,7 +59,7 @@ class PartialCheckpoint:
         shutil.rmtree(self.directory)
 
     def finish(self) -> None:
-        """Rename the complete checkpoint to its destination, if this does not exist by now."""
+        """Rename the complete checkpoint to its destination; a FileExistsError if that exists by now."""
         require_absent(self.destination, "destination")
         os.rename(self.checkpoint, self.destination)
         self.remove()

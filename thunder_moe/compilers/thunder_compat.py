@@ -235,9 +235,11 @@ def refuse_changes_in_graphs(transforms: Sequence[Any], written: Sequence[Any]) 
 
 
 def refuse_delayed_changes(backward_trace: Any) -> None:
-    """Refuse a trace in which Thunder has moved an in-place operation of the forward to the backward
-    (NotImplementedError). Thunder 0.2.6 does so if nothing reads the result (a write to a slice of an argument, at the
-    end). Unnecessary from the first Thunder release that keeps them in the forward."""
+    """Raise a NotImplementedError if Thunder has moved an in-place operation of the forward to the backward.
+
+    Thunder 0.2.6 does so if nothing reads the result: a write to a slice of an argument, at the end.
+    Unnecessary from the first Thunder release that keeps such operations in the forward.
+    """
     from thunder.core.symbol import BoundSymbolTag
 
     for bsym in backward_trace.bound_symbols:

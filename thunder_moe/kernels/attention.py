@@ -38,8 +38,7 @@ def cudnn_groups_heads_of(
     device: str, dtype: torch.dtype, mask_dtype: torch.dtype, heads: int, key_heads: int, width: int, value_width: int,
     queries: int,
 ) -> bool:  # fmt: skip
-    """Return `cudnn_groups_heads` for tensors of these sizes (Hq, Hkv, D, Dv and Q), for compilers that have no tensors
-    yet."""
+    """Return `cudnn_groups_heads` for tensors of these sizes (Hq, Hkv, D, Dv and Q); compilers ask without tensors."""
     if torch.device(device).type != "cuda":
         return False
     with unset_fake_temporarily(), torch.no_grad():

@@ -26,7 +26,7 @@ _STATIC = (StaticLayer, StaticSlidingWindowLayer)
 
 
 def _check(cache: Any) -> None:
-    """Warn of layers for which Thunder compiles every step; raise where it would lose what a step changes."""
+    """Warn if Thunder would compile every step. Raise a NotImplementedError if it would lose the changes of a step."""
     kinds = sorted({type(layer).__name__ for layer in cache.layers if type(layer) not in _STATIC})
     if kinds or not cache.layers or cache.offloading:
         _refuse(f"got a {type(cache).__name__} with " + ("offloading" if cache.offloading else " and ".join(kinds)))
