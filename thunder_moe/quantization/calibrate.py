@@ -358,7 +358,7 @@ class _Watch(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         # A copy to another device is a layer on its way there: its products follow.
-        moves = func is torch.ops.aten._to_copy.default and result.device != args[0].device
+        moves = func.name() == "aten::_to_copy" and result.device != args[0].device
         if not func.is_view and not moves:
             for tensor in tree_leaves((args, kwargs)):
                 if isinstance(tensor, Tensor) and tensor.layout == torch.strided:
