@@ -21,9 +21,9 @@ DAMPING = 0.01  # of the mean of a Hessian's diagonal, which is added to the dia
 _SWEEPS = 2  # of coordinate descent behind GPTQ
 _COLUMNS = 64  # whose products with the changes of all columns are one GEMM in a sweep
 _ASYMMETRY = 1e-3  # of the largest entry; sums of products in float32 stay far below
-# float32 numbers of the experts that are rounded at a time: half a gigabyte on a CPU, two on a GPU, where a step of few
-# experts is shorter than its launches.
-_CHUNK_NUMBERS = {"cpu": 2**27, "cuda": 2**29}
+# float32 numbers of the experts that are rounded at a time: half a gigabyte on a CPU, eight on a GPU, where a column of
+# few experts is shorter than its launches.
+_CHUNK_NUMBERS = {"cpu": 2**27, "cuda": 2**31}
 _REMEDY = "wanted X^T X of finite rows, summed in float32"
 
 
@@ -44,8 +44,8 @@ def check_hessian(hessian: Tensor, weight: Tensor) -> Tensor:
     return hessian
 
 
-Choose = Callable[[Tensor, Tensor], Tensor]
-Round = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
+Choose = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+Round = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
 def quantize_with_feedback(
@@ -56,10 +56,11 @@ def quantize_with_feedback(
     Args:
         weight: (E, N, K), K a multiple of `block_size`.
         hessian: (E, K, K), as `check_hessian` returns it.
-        global_scale: float32 (E,), passed on to the functions.
+        global_scale: float32 (E,), passed on to `choose_scale`.
         block_size: columns that share a scale in a row.
-        choose_scale: (block (E, N, block_size) float32, global_scale (E, 1)) -> scale (E, N).
-        round_column: (column (E, N) float32, scale, global_scale) -> codes uint8 and their float32 values, both (E, N).
+        choose_scale: (block (E, N, block_size) float32, global_scale (E, 1)) -> scale (E, N), and what a code of 1
+            stands for, float32 (E, N).
+        round_column: (column (E, N) float32, the latter) -> codes uint8 and their float32 values, both (E, N).
     """
     experts, n, k = weight.shape
     codes, scales = torch.empty(experts, k, n, dtype=torch.uint8, device=weight.device), []  # a column is contiguous
@@ -72,46 +73,45 @@ def quantize_with_feedback(
         chosen, changes = _feed_back(columns, factor, own_global, block_size, choose_scale, round_column, codes[chunk])
         del factor
         for _ in range(_SWEEPS):
-            _descend(columns, own_hessian, own_global, chosen, round_column, changes, codes[chunk])
-        scales.append(torch.stack(chosen, -1))
+            _descend(columns, own_hessian, [unit for _, unit in chosen], round_column, changes, codes[chunk])
+        scales.append(torch.stack([scale for scale, _ in chosen], -1))
     return codes.transpose(1, 2), torch.cat(scales)
 
 
 def _feed_back(
     columns: Tensor, factor: Tensor, global_scale: Tensor, block_size: int, choose_scale: Choose, round_column: Round,
     codes: Tensor,
-) -> tuple[list[Tensor], Tensor]:  # fmt: skip
+) -> tuple[list[tuple[Tensor, Tensor]], Tensor]:  # fmt: skip
     """Round the columns (E, K, N) of weights by GPTQ into `codes`, and choose the scales of blocks.
 
     Returns:
-        The scales (E, N) of each block, and the changes Q - W, float32 (E, K, N).
+        What `choose_scale` gave for each block, and the changes Q - W, float32 (E, K, N).
     """
     errors = torch.zeros(columns.shape, dtype=torch.float32, device=columns.device)
-    changes, chosen = torch.empty_like(errors), list[Tensor]()
+    changes, chosen = torch.empty_like(errors), list[tuple[Tensor, Tensor]]()
     for start in range(0, columns.shape[1], block_size):
         stop = start + block_size
         block = columns[:, start:stop] - factor[:, :start, start:stop].mT @ errors[:, :start]
         chosen.append(choose_scale(block.transpose(1, 2), global_scale))
         for at in range(start, stop):
             column = block[:, at - start]
-            codes[:, at], values = round_column(column, chosen[-1], global_scale)
-            changes[:, at] = values - columns[:, at]
-            errors[:, at] = (column - values) / factor[:, at, at, None]
+            codes[:, at], values = round_column(column, chosen[-1][1])
+            torch.sub(values, columns[:, at], out=changes[:, at])
+            torch.div(column - values, factor[:, at, at, None], out=errors[:, at])
             block[:, at - start + 1 :] -= factor[:, at, at + 1 : stop, None] * errors[:, at, None]
     return chosen, changes
 
 
 def _descend(
-    columns: Tensor, hessian: Tensor, global_scale: Tensor, scales: list[Tensor], round_column: Round, changes: Tensor,
-    codes: Tensor,
-) -> None:  # fmt: skip
+    columns: Tensor, hessian: Tensor, units: list[Tensor], round_column: Round, changes: Tensor, codes: Tensor
+) -> None:
     """Round each column once more, while the others keep their values; updates the results of `_feed_back`.
 
     This is coordinate descent, as in QuantEase (https://arxiv.org/abs/2309.01885). Where all columns but k are fixed,
     the sum is least at W_k - sum_{j != k} (Q - W)_j H_jk / H_kk, and least on the grid at the nearest value to that. So
     no step makes it larger.
     """
-    k, block_size = hessian.shape[1], hessian.shape[1] // len(scales)
+    k, block_size = hessian.shape[1], hessian.shape[1] // len(units)
     diagonal = hessian.diagonal(dim1=1, dim2=2)[..., None]
     damped = diagonal + _damping(hessian)[:, None, None]
     for start in range(0, k, _COLUMNS):
@@ -120,7 +120,7 @@ def _descend(
         for at in range(start, stop):
             of_others = products[:, at - start] - diagonal[:, at] * changes[:, at]
             column = columns[:, at] - of_others / damped[:, at]
-            codes[:, at], values = round_column(column, scales[at // block_size], global_scale)
+            codes[:, at], values = round_column(column, units[at // block_size])
             change = values - columns[:, at]
             difference = (change - changes[:, at])[:, None]
             products[:, at - start + 1 :] += hessian[:, at + 1 : stop, at, None] * difference

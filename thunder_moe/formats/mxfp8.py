@@ -80,18 +80,20 @@ def _quantize_with_feedback(weight: Tensor, hessian: Tensor, scale_search: str |
     check_amax(amax, weight.dtype)
     largest = _FLOAT16_LARGEST if weight.dtype == torch.float16 else torch.inf  # errors of earlier columns add up
 
-    def round_column(column: Tensor, scale: Tensor, _: Tensor) -> tuple[Tensor, Tensor]:
+    def choose_scale(block: Tensor, _: Tensor) -> tuple[Tensor, Tensor]:
+        scale = _block_scale(block)
+        return scale, powers_of_two(scale)
+
+    def round_column(column: Tensor, unit: Tensor) -> tuple[Tensor, Tensor]:
         # The scale fits the block before its first column was rounded: later columns may exceed 448 times it, and not
         # every torch saturates.
-        factor = powers_of_two(scale)
-        most = (_E4M3_MAX * factor).clamp_max(largest)
-        codes = _round(column.clamp(-most, most)[..., None], scale)[..., 0]
-        return codes.view(torch.uint8), codes.float() * factor
+        most = (_E4M3_MAX * unit).clamp_max(largest)
+        divisor = torch.where(unit < torch.finfo(torch.float32).tiny, 1.0, unit)  # as `_round`: exact, or 0
+        codes = (column.clamp(-most, most) / divisor).to(torch.float8_e4m3fn)
+        return codes.view(torch.uint8), codes.float() * unit
 
     with torch.autocast(weight.device.type, enabled=False):
-        codes, scale = quantize_with_feedback(
-            weight.detach(), hessian, amax, BLOCK_SIZE, lambda block, _: _block_scale(block), round_column
-        )
+        codes, scale = quantize_with_feedback(weight.detach(), hessian, amax, BLOCK_SIZE, choose_scale, round_column)
     return MXFP8Weight(codes.contiguous().view(torch.float8_e4m3fn), scale.view(torch.float8_e8m0fnu))
 
 

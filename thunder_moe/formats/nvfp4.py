@@ -91,14 +91,16 @@ def _quantize_with_feedback(weight: Tensor, hessian: Tensor, scale_search: str |
     hessian, amax = check_hessian(hessian, weight), expert_amax(weight.detach())
     check_amax(amax, weight.dtype)
 
-    def choose_scale(block: Tensor, of_expert: Tensor) -> Tensor:
-        return _block_scale(block.abs()[:, :, None], of_expert[..., None], scale_search is not None)[..., 0]
+    def choose_scale(block: Tensor, of_expert: Tensor) -> tuple[Tensor, Tensor]:
+        scale = _block_scale(block.abs()[:, :, None], of_expert[..., None], scale_search is not None)[..., 0]
+        return scale, scale.float() * of_expert
 
-    def round_column(column: Tensor, scale: Tensor, of_expert: Tensor) -> tuple[Tensor, Tensor]:
-        codes, live = _round_magnitudes(column.abs()[..., None], scale, of_expert)
-        codes, negative = codes[..., 0], torch.signbit(column) & live
-        values = _values(codes) * (scale.float() * of_expert)
-        return codes.to(torch.uint8) | negative.to(torch.uint8) << 3, torch.where(negative, -values, values)
+    edges, all_codes, all_values = _signed_codes(weight.device)
+
+    def round_column(column: Tensor, unit: Tensor) -> tuple[Tensor, Tensor]:
+        # Columns are short, so few operations count. A block whose scale is 0 is all zeros, without signs.
+        at = torch.bucketize(column / torch.where(unit > 0, unit, torch.inf), edges, out_int32=True)
+        return all_codes[at], all_values[at] * unit
 
     weight, global_scale = weight.detach(), _global_scale(amax)
     with torch.autocast(weight.device.type, enabled=False):
@@ -228,6 +230,22 @@ def _block_scale(magnitudes: Tensor, global_scale: Tensor, search: bool) -> Tens
     """Return the scales (..., K // 16) of blocks (..., K // 16, 16); the global scale broadcasts with the scales."""
     scale = (magnitudes.amax(-1) / (E2M1_MAX * global_scale)).clamp_max(E4M3_MAX).to(torch.float8_e4m3fn)
     return _least_error_scale(magnitudes, scale, global_scale) if search else scale
+
+
+def _signed_codes(device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the edges (15,) between codes by their values, for `torch.bucketize`, and the codes and values (16,).
+
+    An edge belongs to the bucket below it. A tie goes to the even code, so some edges move by one float. What is
+    rounded to 0 keeps its sign.
+    """
+    codes = torch.arange(8, device=device)
+    values = _values(codes.float())
+    edges, even = (values[1:] + values[:-1]) / 2, codes[:-1] % 2 == 0
+    upper = torch.where(even, edges, torch.nextafter(edges, torch.zeros_like(edges)))
+    lower = -torch.where(even, torch.nextafter(edges, torch.full_like(edges, torch.inf)), edges)
+    zero = -torch.full_like(edges[:1], torch.finfo(torch.float32).tiny)
+    all_codes = torch.cat([codes.flip(0) + 8, codes]).to(torch.uint8)
+    return torch.cat([lower.flip(0), zero, upper]), all_codes, torch.cat([-values.flip(0), values])
 
 
 def _values(codes: Tensor) -> Tensor:

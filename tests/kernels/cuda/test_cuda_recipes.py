@@ -152,7 +152,7 @@ def test_products_of_codes(device, monkeypatch, n, k, splits, tile):
     ],
 )
 def test_wgrad_of_codes(device, monkeypatch, n, k, splits, columns, form):
-    """Codes past the end are NaN. float32 results are sums in float32, but tensor cores keep some 14 bits of 128 rows."""
+    """Codes past the end are NaN. float32 results are sums in float32; tensor cores keep some 14 bits of 128 rows."""
     on_hopper(device, monkeypatch)
     monkeypatch.setattr(wgrad, "MAX_EXPERTS", 2 if len(splits) == 3 else 1024)
     torch.manual_seed(0)
