@@ -344,8 +344,9 @@ static uint32_t atomicMax(uint32_t* to, uint32_t value) {
   return before;
 }
 static void __threadfence() {}
-static int atomicAdd(int* to, int value) {
-  const int old = *to;
+template <class Number>
+static Number atomicAdd(Number* to, Number value) {
+  const Number old = *to;
   *to += value;
   return old;
 }

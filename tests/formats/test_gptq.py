@@ -2,6 +2,7 @@
 Called by pytest; judged by tests/oracle.py, by the GPTQ of its paper, in float64, and by rounding to nearest.
 """
 
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -10,7 +11,7 @@ from oracle import decode_e2m1, dequantize_mxfp8
 from oracle import dequantize as oracle_dequantize
 
 from thunder_moe.formats import gptq, mxfp8
-from thunder_moe.formats.nvfp4 import quantize
+from thunder_moe.formats.nvfp4 import dequantize, quantize
 
 E, N, K = 3, 24, 64
 VALUES = torch.tensor([decode_e2m1(code) for code in range(16)], dtype=torch.float64)
@@ -92,6 +93,7 @@ def test_codes_are_those_of_gptq(scale_search, monkeypatch):
     monkeypatch.setattr(gptq, "_SWEEPS", 0)
     weight, hessian = weights(), hessian_of("correlated")
     packed = quantize(weight, scale_search=scale_search, hessian=hessian)
+    packed = replace(packed, global_scale=quantize(weight).global_scale)  # by which it was rounded
     values = oracle_dequantize(*packed.tensors()).double()
     scales = packed.scale.double().repeat_interleave(16, -1) * packed.global_scale.double()[:, None, None]
     wrong = 0
@@ -134,7 +136,17 @@ def test_an_identity_gives_the_bits_of_rounding(dtype, scale_search):
     weight[0, 3, 16:32] = 1e-9  # a block whose scale is 0
     for hessian in (torch.eye(K), 7 * torch.eye(K).repeat(E, 1, 1), torch.zeros(K, K)):
         packed = quantize(weight, scale_search=scale_search, hessian=hessian)
-        assert same_bits(packed, quantize(weight, scale_search=scale_search))
+        rounded = quantize(weight, scale_search=scale_search)
+        torch.testing.assert_close(packed.global_scale, rounded.global_scale, rtol=1e-6 if scale_search else 0, atol=0)
+        assert same_bits(packed, replace(rounded, global_scale=packed.global_scale))
+
+
+def test_products_with_searched_scales_are_unbiased():
+    weight, hessian = weights(torch.bfloat16), hessian_of("correlated")
+    found = dequantize(quantize(weight, scale_search="mse", hessian=hessian), torch.float32).double()
+    damped = hessian.double() + 0.01 * hessian.double().diagonal(dim1=1, dim2=2).mean(-1)[:, None, None] * torch.eye(K)
+    weighted = weight.double() @ damped
+    torch.testing.assert_close((weighted * found).sum((1, 2)), (weighted * weight).sum((1, 2)), rtol=1e-5, atol=0)
 
 
 def test_experts_together_are_experts_alone():

@@ -113,7 +113,7 @@ def _descend(
     """
     k, block_size = hessian.shape[1], hessian.shape[1] // len(units)
     diagonal = hessian.diagonal(dim1=1, dim2=2)[..., None]
-    damped = diagonal + _damping(hessian)[:, None, None]
+    damped = diagonal + damping(hessian)[:, None, None]
     for start in range(0, k, _COLUMNS):
         stop = min(start + _COLUMNS, k)
         products = hessian[:, start:stop] @ changes
@@ -127,7 +127,7 @@ def _descend(
             changes[:, at] = change
 
 
-def _damping(hessian: Tensor) -> Tensor:
+def damping(hessian: Tensor) -> Tensor:
     """Return what is added to the diagonals of Hessians (..., K, K): (...)."""
     mean = hessian.diagonal(dim1=-2, dim2=-1).mean(-1)
     return torch.where(mean > 0, DAMPING * mean, 1.0)  # 1: all zeros
@@ -140,7 +140,7 @@ def _inverse_factor(hessian: Tensor, expert: int) -> Tensor:
     """
     # H = R R^T with an upper R, by Cholesky in reversed order, and U = R^-1: more accurate than factoring the inverse.
     damped = hessian.clone()
-    damped.diagonal().add_(_damping(hessian))
+    damped.diagonal().add_(damping(hessian))
     root, info = torch.linalg.cholesky_ex(damped.flip(0, 1))
     if int(info) or bool(hessian.diagonal().mean() < 0):
         raise ValueError(f"hessian: got one that is not positive semidefinite in expert {expert}, {_REMEDY}")

@@ -121,7 +121,7 @@ class DequantizeArguments(ctypes.Structure):  # in dequantize.cu
 
 class QuantizeArguments(ctypes.Structure):  # in quantize.cu
     _fields_ = (
-        *_pointers("weight codes scales scale_map amax qdata scale global_scale"),
+        *_pointers("weight codes scales scale_map amax qdata scale global_scale sums"),
         *_ints("n k blocks_per_expert"),
     )
 

@@ -415,7 +415,7 @@ def to_tiled(weight: WeightT) -> WeightT:
     qdata, scale = torch.empty_like(codes), torch.empty_like(scales)
     of_nvfp4 = weight.format is NVFP4
     table = scale_table(weight.device) if of_nvfp4 else None
-    tensors = (None, codes, scales, table, None, qdata, scale, None)
+    tensors = (None, codes, scales, table, None, qdata, scale, None, None)
     kernel = "write_tiled" if of_nvfp4 else "write_tiled_mxfp8"
     launch_per_block((kernel,), tensors, weight.shape, weight.format.block_size)
     tiled: Any = weight

@@ -12,6 +12,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from thunder_moe.formats import nvfp4
 from thunder_moe.formats.block_format import BLOCK_FORMATS, NVFP4
 from thunder_moe.formats.registry import FORMATS
 from thunder_moe.formats.weight import WEIGHTS, PackedWeight
@@ -52,15 +53,19 @@ def quantize_unchecked(
         empty(experts, n, k // known.codes_per_byte, dtype=known.code_dtypes[0]),
         empty(experts, n, k // known.block_size, dtype=known.scale_dtype),
     ]
+    sums: Tensor | None = None
     kernels: tuple[str, ...] = (f"quantize_mxfp8<{dtype}>",)
     if known is NVFP4:
         made.append(torch.ones(experts, dtype=torch.float32, device=weight.device))
         kernels = f"largest_magnitude<{dtype}>", instance("quantize", dtype, scale_search is not None)
+        sums = torch.zeros(experts, 2, dtype=torch.int64, device=weight.device) if scale_search is not None else None
     for part in _parts(weight):
         rows = aligned(weight[part])
         qdata, scale, global_scale = (*(tensor[part] for tensor in made), None)[:3]
-        tensors = (rows, None, None, None, amax[part], qdata, scale, global_scale)
+        tensors = (rows, None, None, None, amax[part], qdata, scale, global_scale, None if sums is None else sums[part])
         backend.launch_per_block(kernels, tensors, tuple(rows.shape), known.block_size)
+    if sums is not None:
+        made[2] = nvfp4.unbiased_scale(made[2], sums)
     return WEIGHTS[format](*made), amax.view(torch.float32)
 
 

@@ -12,6 +12,7 @@ struct QuantizeArguments {
   uint8_t* qdata;            // result
   uint8_t* scale;            // result
   float* global_scale;       // (E,), result; null for MXFP8
+  unsigned long long* sums;  // (E, 2), of `unbiased_scale` in formats/nvfp4.py, 0 to begin with; null without a search
   int n, k;
   int blocks_per_expert;  // thread blocks that share an expert
 };
@@ -124,26 +125,51 @@ DEVICE float magnitude_value(float scaled) {
   return add(add(scaled, shift), -shift);
 }
 
-// Sum of squared errors of a block with a scale, relative to the global scale; the order of the sum is formats/nvfp4.py's.
-DEVICE float squared_error(const float (&values)[16], const float (&relative)[16], float scale, float global_scale) {
-  const Divisor divisor(multiply(scale, global_scale));
-  float error[16];
-#pragma unroll
-  for (int i = 0; i < 16; ++i) {
-    const float value = divisor.value > 0.0f ? magnitude_value(divisor.into(fabsf(values[i]))) : 0.0f;
-    const float difference = add(multiply(value, scale), -relative[i]);
-    error[i] = multiply(difference, difference);
-  }
+// The order of the sum is formats/nvfp4.py's.
+DEVICE float sum_of_16(float (&numbers)[16]) {
 #pragma unroll
   for (int half = 8; half > 0; half /= 2)
 #pragma unroll
-    for (int i = 0; i < half; ++i) error[i] = add(error[i], error[i + half]);
-  return error[0];
+    for (int i = 0; i < half; ++i) numbers[i] = add(numbers[i], numbers[i + half]);
+  return numbers[0];
 }
 
-// A block of 16 weights -> its E4M3 scale, and codes in two words, the first weight in the lowest bits.
+// The magnitudes of a block that is rounded with a scale, relative to the global scale.
+DEVICE void rounded_magnitudes(float (&rounded)[16], const float (&values)[16], float scale, float global_scale) {
+  const Divisor divisor(multiply(scale, global_scale));
+#pragma unroll
+  for (int i = 0; i < 16; ++i)
+    rounded[i] = multiply(divisor.value > 0.0f ? magnitude_value(divisor.into(fabsf(values[i]))) : 0.0f, scale);
+}
+
+DEVICE float squared_error(const float (&values)[16], const float (&relative)[16], float scale, float global_scale) {
+  float error[16];
+  rounded_magnitudes(error, values, scale, global_scale);
+#pragma unroll
+  for (int i = 0; i < 16; ++i) {
+    const float difference = add(error[i], -relative[i]);
+    error[i] = multiply(difference, difference);
+  }
+  return sum_of_16(error);
+}
+
+// Sums over blocks of what `unbiased_scale` in formats/nvfp4.py takes.
+struct BiasSums {
+  unsigned long long squares = 0, products = 0;
+
+  METHOD void add_block(const float (&values)[16], const float (&relative)[16], float scale, float global_scale) {
+    float square[16], product[16];
+    rounded_magnitudes(product, values, scale, global_scale);
+#pragma unroll
+    for (int i = 0; i < 16; ++i) square[i] = multiply(relative[i], relative[i]), product[i] = multiply(relative[i], product[i]);
+    squares += static_cast<unsigned long long>(rintf(sum_of_16(square)));
+    products += static_cast<unsigned long long>(rintf(sum_of_16(product)));
+  }
+};
+
+// A block of 16 weights -> its E4M3 scale, and codes in two words, the first weight in the lowest bits. A search adds to the sums.
 template <bool SEARCH>
-DEVICE uint32_t quantize_block(uint2& codes, const float (&values)[16], float global_scale) {
+DEVICE uint32_t quantize_block(uint2& codes, BiasSums& sums, const float (&values)[16], float global_scale) {
   float largest = 0.0f;
 #pragma unroll
   for (int i = 0; i < 16; ++i) largest = fmaxf(largest, fabsf(values[i]));
@@ -159,6 +185,7 @@ DEVICE uint32_t quantize_block(uint2& codes, const float (&values)[16], float gl
       const float error = squared_error(values, relative, e4m3(tried), global_scale);
       if (error < least) least = error, scale = tried;
     }
+    sums.add_block(values, relative, e4m3(scale), global_scale);
   }
   const Divisor divisor(multiply(e4m3(scale), global_scale));
   uint32_t words[2] = {0, 0};
@@ -181,13 +208,18 @@ __global__ void __launch_bounds__(256) quantize(const QuantizeArguments args) {
   const float global_scale = global_scale_of(args.amax[expert]);
   const int64_t first = static_cast<int64_t>(blockIdx.x % args.blocks_per_expert) * 256 + threadIdx.x;
   if (first == 0) args.global_scale[expert] = global_scale;
+  BiasSums sums;
   for (int64_t item = first; item < items; item += step) {
     const int64_t at = expert * items + item;
     float values[16];
     load_block<DTYPE>(values, args.weight, at);
     uint2 codes;
-    args.scale[at] = static_cast<uint8_t>(quantize_block<SEARCH>(codes, values, global_scale));
+    args.scale[at] = static_cast<uint8_t>(quantize_block<SEARCH>(codes, sums, values, global_scale));
     reinterpret_cast<uint2*>(args.qdata)[at] = codes;
+  }
+  if constexpr (SEARCH) {
+    atomicAdd(args.sums + 2 * expert, sums.squares);
+    atomicAdd(args.sums + 2 * expert + 1, sums.products);
   }
 }
 
