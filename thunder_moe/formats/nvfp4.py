@@ -69,7 +69,7 @@ def quantize(weight: Tensor, *, scale_search: str | None = None, hessian: Tensor
             more, with all others as they are (coordinate descent). With "mse" the global scale's factor is
             ``tr(W H W^T) / tr(W H Q^T)``. 1 % of the mean of the Hessian's diagonal is added
             to the diagonal. A column without rows is rounded to nearest, and an identity gives the codes of None. Takes
-            four seconds for 1536 x 2048 weights on a CPU, and half a gigabyte (two on a GPU), or 24 * K^2 bytes if that
+            four seconds for 1536 x 2048 weights on a CPU, and half a gigabyte (eight on a GPU), or 24 * K^2 bytes if that
             is more.
 
     Returns:
