@@ -27,7 +27,7 @@ import transformers
 from torch import Tensor
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from thunder_moe import calibrate_, finish_qat_, prepare_qat_, quantize_
+from thunder_moe import add_lora_, calibrate_, finish_qat_, prepare_qat_, quantize_, simulate_w4a4
 from thunder_moe.progress import progress_bar
 from thunder_moe.tools.divergence import Divergence, measure_divergence
 from thunder_moe.tools.sensitivity import choose_formats, measure_sensitivity
@@ -191,6 +191,17 @@ def four_over_six_(model: Any) -> None:
             expert.copy_(torch.where(errors[0] <= errors[1], rounded[0], rounded[1]).flatten(-2))
 
 
+def w4a4_(model: Any) -> None:
+    """Quantizes experts, and lets each call of the model round their activations to NVFP4, too, as Blackwell's GEMMs do."""
+    forward = quantize_(model, scale_search="mse").forward
+
+    def simulated(*args: Any, **kwargs: Any) -> Any:
+        with simulate_w4a4():
+            return forward(*args, **kwargs)
+
+    model.forward = simulated
+
+
 def mixed_formats(model: Any, windows: Tensor) -> dict[str, str | None]:
     """Return the formats of a model that has 0.4 of the bytes which lie between NVFP4 and MXFP8 in all blocks."""
     found = measure_sensitivity(model, windows, progress=True)
@@ -207,17 +218,19 @@ def ways_of(calibration: Sequence[Tensor], formats: Any) -> dict[str, Callable[[
         "NVFP4, Four Over Six": four_over_six_,
         "NVFP4, mse": lambda model: quantize_(model, **mse),
         "NVFP4, mse, calibrated": lambda model: calibrate_(model, calibration, **mse),
+        "NVFP4, mse, W4A4 simulated": w4a4_,
         "NVFP4 and MXFP8, mse": lambda model: quantize_(model, formats, **mse),
         "NVFP4 and MXFP8, mse, calibrated": lambda model: calibrate_(model, calibration, formats, **mse),
         "MXFP8": lambda model: quantize_(model, "mxfp8"),
         "MXFP8, calibrated": lambda model: calibrate_(model, calibration, "mxfp8"),
         "NVFP4 and dense layers, mse": lambda model: quantize_(model, **dense),
         "NVFP4 and dense layers, mse, calibrated": lambda model: calibrate_(model, calibration, **dense),
+        "NVFP4, dense layers and head, mse": lambda model: quantize_(model, **mse, linears=["*_proj", "lm_head"]),
     }
 
 
 def trained_further(model: Any, text: Tensor, size: Size, steps: int, rate: float) -> dict[str, Any]:
-    """Return models that train some steps more, on the same bytes: in 16 bits, and with the values of NVFP4."""
+    """Return models that train some steps more, on the same bytes: in 16 bits, with the values of NVFP4, and adapters."""
     options: dict[str, Any] = {"rate": rate, "steps": steps}
     plain, aware, distilled = (copy.deepcopy(model) for _ in range(3))
     train(plain, text, size, "trained on in bf16", **options)
@@ -225,11 +238,14 @@ def trained_further(model: Any, text: Tensor, size: Size, steps: int, rate: floa
         prepare_qat_(each, scale_search="mse")
         train(each, text, size, name, teacher=teacher, **options)
         quantize_(finish_qat_(each), scale_search="mse")
+    adapted = add_lora_(quantize_(copy.deepcopy(model), scale_search="mse"), rank=8, alpha=16)
+    train(adapted, text, size, "LoRA by distillation", teacher=model, **options)
     return {
         "bf16, trained on": plain,
         "NVFP4, mse, trained on": quantize_(copy.deepcopy(plain), scale_search="mse"),
         "NVFP4, mse, QAT": aware,
         "NVFP4, mse, QAT by distillation": distilled,
+        "NVFP4, mse, LoRA by distillation": adapted,
     }
 
 

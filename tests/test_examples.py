@@ -425,13 +425,13 @@ def test_accuracy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytes
     )
     assert (tmp_path / "out" / "accuracy.png").stat().st_size > 1000
     found = {each["name"]: each for each in numbers["models"]}
-    assert len(found) == 14
+    assert len(found) == 17
     assert found["NVFP4"]["kl_change"] == (0, 0)
     assert found["NVFP4 and dense layers, mse"]["nbytes"] < found["NVFP4"]["nbytes"] < found["MXFP8"]["nbytes"]
     assert all(math.isfinite(value) for each in found.values() for value in each["increase"])
     said = capsys.readouterr().out
     assert said.count("| NVFP4, mse, QAT by distillation |") == 1
-    assert said.count(" 10^-3 bits per byte against bf16, trained on") == 3
+    assert said.count(" 10^-3 bits per byte against bf16, trained on") == 4
     beside = {each["name"]: each["increase"][0] for each in numbers["beside_trained_on"]}
     for name, increase in beside.items():
         wanted = found[name]["increase"][0] - found["bf16, trained on"]["increase"][0]
