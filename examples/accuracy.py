@@ -192,7 +192,7 @@ def four_over_six_(model: Any) -> None:
 
 
 def w4a4_(model: Any) -> None:
-    """Quantizes experts, and lets each call of the model round their activations to NVFP4, too, as Blackwell's GEMMs do."""
+    """Quantizes experts, whose activations each call of the model rounds to NVFP4 too, as Blackwell's GEMMs do."""
     forward = quantize_(model, scale_search="mse").forward
 
     def simulated(*args: Any, **kwargs: Any) -> Any:
@@ -230,7 +230,7 @@ def ways_of(calibration: Sequence[Tensor], formats: Any) -> dict[str, Callable[[
 
 
 def trained_further(model: Any, text: Tensor, size: Size, steps: int, rate: float) -> dict[str, Any]:
-    """Return models that train some steps more, on the same bytes: in 16 bits, with the values of NVFP4, and adapters."""
+    """Return models that train some steps more, on the same bytes: 16-bit, with NVFP4's values, and with adapters."""
     options: dict[str, Any] = {"rate": rate, "steps": steps}
     plain, aware, distilled = (copy.deepcopy(model) for _ in range(3))
     train(plain, text, size, "trained on in bf16", **options)

@@ -67,10 +67,9 @@ def quantize(weight: Tensor, *, scale_search: str | None = None, hessian: Tensor
             Rounds so that the error of the products with such rows is small. First by GPTQ: column by column, each
             error subtracted from later columns; a block's scale is chosen when it is reached. Then each column twice
             more, with all others as they are (coordinate descent). With "mse" the global scale's factor is
-            ``tr(W H W^T) / tr(W H Q^T)``. 1 % of the mean of the Hessian's diagonal is added
-            to the diagonal. A column without rows is rounded to nearest, and an identity gives the codes of None. Takes
-            four seconds for 1536 x 2048 weights on a CPU, and half a gigabyte (eight on a GPU), or 24 * K^2 bytes if that
-            is more.
+            ``tr(W H W^T) / tr(W H Q^T)``. 1 % of the mean of the Hessian's diagonal is added to the diagonal. A column
+            without rows is rounded to nearest, and an identity gives the codes of None. Takes four seconds for 1536 x
+            2048 weights on a CPU, and half a gigabyte (eight on a GPU), or 24 * K^2 bytes if that is more.
 
     Returns:
         NVFP4Weight in layout "linear", global_scale (E,). The relative Frobenius error on normally distributed
