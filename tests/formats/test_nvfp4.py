@@ -305,6 +305,14 @@ def test_mse_finds_the_best_of_the_scales_it_tries(distribution):
     torch.testing.assert_close(squared_errors(searched, weight), torch.stack(errors).amin(0), rtol=1e-5, atol=0)
 
 
+def test_searched_scales_keep_weights_finite():
+    weight = ((2 * torch.rand(1, 32, 64) - 1) * 65504).half()
+    weight[0, 0, 0] = 65504
+    packed = quantize(weight, scale_search="mse")
+    assert packed.global_scale == torch.tensor(65504 / 2688)  # 1.003 times as much without the limit
+    assert dequantize(packed, torch.float16).isfinite().all()
+
+
 def test_mse_has_less_error():
     for name, least in {"normal": 1.2, "Laplace": 0.9, "outliers": 0.5, "uniform": 0.9}.items():
         weight = DISTRIBUTIONS[name](2, 128, 256) * 0.02

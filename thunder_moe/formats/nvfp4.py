@@ -110,7 +110,7 @@ def _quantize_with_feedback(weight: Tensor, hessian: Tensor, scale_search: str |
         packed = NVFP4Weight(codes[..., 0::2] | codes[..., 1::2] << 4, scale, global_scale)
         if scale_search is None:
             return packed
-        return replace(packed, global_scale=unbiased_scale(global_scale, _products(weight, packed, hessian)))
+        return replace(packed, global_scale=unbiased_scale(global_scale, _products(weight, packed, hessian), weight.dtype))
 
 
 def _products(weight: Tensor, packed: NVFP4Weight, hessian: Tensor) -> Tensor:
@@ -145,11 +145,11 @@ def quantize_unchecked(weight: Tensor, scale_search: str | None = None) -> tuple
                 weight[expert, rows], global_scale[expert], scale_search is not None
             )
             sums[expert] += of_rows
-    return NVFP4Weight(qdata, scale, unbiased_scale(global_scale, sums)), amax
+    return NVFP4Weight(qdata, scale, unbiased_scale(global_scale, sums, weight.dtype)), amax
 
 
-def unbiased_scale(global_scale: Tensor, sums: Tensor) -> Tensor:
-    """Return global scales (E,) with which sum(x * q) is sum(x * x).
+def unbiased_scale(global_scale: Tensor, sums: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return global scales (E,) that make sum(x * q) equal to sum(x * x), while q stays finite in the weight's dtype.
 
     Args:
         global_scale: float32 (E,), by which the weights were rounded.
@@ -157,7 +157,8 @@ def unbiased_scale(global_scale: Tensor, sums: Tensor) -> Tensor:
             so that they do not depend on the order. Zeros: the scales stay as they are.
     """
     squares, products = sums.double().unbind(1)
-    return torch.where(products > 0, global_scale * (squares / products), global_scale.double()).float()
+    most = torch.finfo(dtype).max / (E2M1_MAX * E4M3_MAX)
+    return torch.where(products > 0, global_scale * (squares / products), global_scale.double()).clamp_max(most).float()
 
 
 def _global_scale(amax: Tensor) -> Tensor:

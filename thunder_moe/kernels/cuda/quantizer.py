@@ -65,7 +65,7 @@ def quantize_unchecked(
         tensors = (rows, None, None, None, amax[part], qdata, scale, global_scale, None if sums is None else sums[part])
         backend.launch_per_block(kernels, tensors, tuple(rows.shape), known.block_size)
     if sums is not None:
-        made[2] = nvfp4.unbiased_scale(made[2], sums)
+        made[2] = nvfp4.unbiased_scale(made[2], sums, weight.dtype)
     return WEIGHTS[format](*made), amax.view(torch.float32)
 
 
