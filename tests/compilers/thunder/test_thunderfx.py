@@ -122,6 +122,7 @@ def check_unsplit(compiled, graphs=1):
 @pytest.mark.parametrize("kind", [Layer, pytest.param(Llama4MoE, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("trainable", [False, True])
 @pytest.mark.parametrize("mode", [torch.no_grad, pytest.param(torch.enable_grad, marks=pytest.mark.slow)])
+@pytest.mark.covering(2)
 def test_a_layer_is_one_graph(kind, trainable, mode):
     model, x = layer(kind, trainable), tokens(8)
     compiled = by_thunderfx(model, nv_enable_linear=True)
