@@ -10,7 +10,6 @@ import gc
 import hashlib
 import importlib.util
 import os
-import sys
 import tempfile
 import warnings
 from pathlib import Path
@@ -77,19 +76,43 @@ def _guards_are_not_timed():
 
 
 @pytest.fixture(autouse=True, scope="session")
-def _thunder_does_not_wait():
-    """Thunder disassembles a function at each call of it and waits in a loop for a thread: a fifth of its time."""
-    interval, get_instructions = sys.getswitchinterval(), dis.get_instructions
+def _thunder_traces_faster():
+    """Thunder interprets functions of its own to find each builtin, disassembles a function at each call of it, and
+    waits for a thread that makes a frame for each traceback: more than half of the time in which it traces a model.
+
+    Globals are found here by the call with which that interpretation ends; instructions and frames are kept.
+    """
+    if importlib.util.find_spec("thunder") is None:
+        yield
+        return
+    from thunder.core import interpreter
+    from thunder.core.interpreter import InterpreterFrame, unwrap, wrap_const
+
+    get_instructions, make_frame = dis.get_instructions, InterpreterFrame.get_or_make_python_frame
+    find, item, frames = interpreter.globals_lookup, interpreter.MutMappingWrapperMethods.__getitem__, {}
 
     @functools.lru_cache(10_000)
     def instructions(code, **options):
         return tuple(get_instructions(code, **options))
 
+    def python_frame(self):
+        key = self.code, self.qualname, self.positions and self.positions.lineno
+        return frames.get(key) or frames.setdefault(key, make_frame(self))
+
+    def lookup(namespace, name):
+        for space in (namespace, None):  # the globals, then the builtins
+            space = item(namespace, wrap_const("__builtins__")) if space is None else space
+            if type(unwrap(space)) is not dict or not isinstance(space, interpreter.WrappedValue):
+                break
+            if name.value in space.value:
+                return item(space, name)
+        return find(namespace, name)
+
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dis, "get_instructions", lambda code, **options: iter(instructions(code, **options)))
-        sys.setswitchinterval(1e-5)
+        patch.setattr(InterpreterFrame, "get_or_make_python_frame", python_frame)
+        patch.setattr(interpreter, "globals_lookup", lookup)
         yield
-        sys.setswitchinterval(interval)
 
 
 @pytest.fixture(autouse=True)

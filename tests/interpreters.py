@@ -34,6 +34,9 @@ for line in sys.stdin:
     print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
 """
 
+# What transformers imports of other packages, in three seconds: a process that has them imports it in one.
+OF_TRANSFORMERS = ("torch", "torch._dynamo", "torch.distributed.tensor", "torchao.quantization")
+
 
 def fresh_python(code: str, imported: tuple[str, ...] = ("torch",), **environment: str) -> str:
     """Runs code as a main module and returns what it prints.

@@ -155,4 +155,4 @@ def test_the_option_refuses(compiler):
     ):
         torch._dynamo.reset()
         with pytest.raises(Exception, match=message):
-            compile_by(compiler, model(), format=format)(X, OFFSETS)
+            compile_by(compiler, model().swiglu, format=format)(X, OFFSETS)

@@ -33,7 +33,7 @@ from thunder_moe import RewriteWarning, moe_executor, rewrite_report
 pytestmark = pytest.mark.filterwarnings(f"ignore::{RewriteWarning.__module__}.{RewriteWarning.__qualname__}")
 # By Thunder 0.2.6: .values, .indices, softmax(x, -1, dtype), torch.special.softmax.
 UNTRACED = ("by_best_of_groups", "moonlight", "olmoe", "special")
-# Both compilers match by the same patterns; what Thunder's traces have of their own is in the fast set.
+# Both compilers match by the same patterns; the others are of no trace of Thunder's own.
 OF_THUNDER = (by_groups, gpt_oss, longcat, minimax)
 OF_THUNDER += (biased_in_place, ids_changed, logits_changed, mask_changed, mask_too, other_mode, wide_mask_too)
 
@@ -42,7 +42,7 @@ def cases(functions):
     for function in functions:
         yield pytest.param("dynamo-aot_eager", function, id=f"dynamo-{function.__name__}")
         if function.__name__ not in UNTRACED:
-            marks = () if function in OF_THUNDER else pytest.mark.slow
+            marks = () if function in OF_THUNDER else (pytest.mark.slow, pytest.mark.exhaustive)
             yield pytest.param("thunder", function, id=f"thunder-{function.__name__}", marks=marks)
 
 

@@ -148,12 +148,12 @@ def test_torch_compile_sees_the_new_layout_and_later_weights(pair):
 
 
 @pytest.mark.slow
-def test_thunder_sees_the_new_layout_and_later_weights(pair):
+def test_thunder_sees_the_new_layout_and_later_weights(layout):
     import thunder
 
     from thunder_moe import moe_executor
 
-    before, after = pair
+    before, after = "linear", layout
     laid_out, other = model(before), model(seed=1)
     expected = run(laid_out)
     compiled = thunder.jit(laid_out, executors=[moe_executor])

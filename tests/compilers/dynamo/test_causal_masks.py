@@ -5,7 +5,7 @@ Called by pytest; judged by attention with the mask itself, in eager mode.
 import pytest
 import torch
 import torch.nn.functional as F
-from tiny_models import tiny_model, tokens
+from tiny_models import tiny_config, tiny_model, tokens
 
 from thunder_moe import RewriteWarning, register
 
@@ -124,7 +124,8 @@ def test_a_model_of_transformers(attention, seen):
     """transformers makes a mask for a prompt without a cache, because position_ids may pack texts."""
     pytest.importorskip("transformers")
     register("transformers").close()  # its entries, without the reader of compressed-tensors
-    model = tiny_model("qwen3_moe", torch.float32, attn_implementation=attention).requires_grad_(False)
+    model = tiny_model("qwen3_moe", config=tiny_config("qwen3_moe", 1), attn_implementation=attention)
+    model.requires_grad_(False)
     own = {
         "thunder_moe.inner": "counting",
         "thunder_moe.attention": True,
@@ -138,7 +139,7 @@ def test_a_model_of_transformers(attention, seen):
         outs = [each(prompt, use_cache=False, position_ids=packed).logits for each in (forward, model)]
     assert torch.allclose(out, expected, atol=1e-5)
     assert torch.allclose(*outs, atol=1e-5)
-    assert seen == [(False, True)] * 2 + [(True, False)] * 2
+    assert seen == [(False, True), (True, False)]
 
 
 def test_lengths_that_vary(seen):

@@ -263,7 +263,7 @@ def test_unknown_options_are_refused():
 def test_a_hugging_face_model_untouched():
     transformers = pytest.importorskip("transformers", minversion="5.7")
     config = transformers.Qwen3MoeConfig(
-        vocab_size=128, hidden_size=64, intermediate_size=32, num_hidden_layers=2, num_attention_heads=4,
+        vocab_size=128, hidden_size=64, intermediate_size=32, num_hidden_layers=1, num_attention_heads=4,
         num_key_value_heads=2, head_dim=16, num_experts_per_tok=2, num_experts=4, moe_intermediate_size=32,
     )  # fmt: skip
     model = transformers.Qwen3MoeForCausalLM(config).to(BF16).eval().requires_grad_(False)
@@ -283,5 +283,5 @@ def test_a_hugging_face_model_untouched():
         assert (error < 0.03).float().mean() > 0.75
         assert relative_error(logits, wide) > 0.02
     first = [entry for entry in rewrite_report(function) if entry.graph == 0]
-    assert [entry.decision for entry in first] == ["nvfp4 + swiglu", "nvfp4"] * 2
+    assert [entry.decision for entry in first] == ["nvfp4 + swiglu", "nvfp4"]
     assert first[0].gemm.weight.endswith("layers.0.mlp.experts.gate_up_proj")

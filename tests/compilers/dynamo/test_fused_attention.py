@@ -3,10 +3,12 @@ Called by pytest; judged by the same model, uncompiled.
 """
 
 import contextlib
+from itertools import cycle
 
 import pytest
 import torch
 import torch.nn.functional as F
+from fast_cases import others_slow
 from tiny_models import tiny_config, tiny_model, tokens
 from transformers import StaticCache
 
@@ -17,9 +19,10 @@ pytestmark = pytest.mark.filterwarnings("ignore:thunder_moe rewrote no expert GE
 ON_CPU = {"thunder_moe.attention": True, "thunder_moe.inner": "aot_eager"}
 
 
-def step_of(name, attention, *, padded=False, texts=2, **options):
+def step_of(name, attention, *, layers=2, padded=False, texts=2, **options):
     """Return a decode step, its arguments, and a function that makes another cache behind the same prompt."""
-    model = tiny_model(name, attn_implementation=attention, **options).eval().requires_grad_(False)
+    model = tiny_model(name, config=tiny_config(name, layers), attn_implementation=attention, **options)
+    model.requires_grad_(False)
     ids = tokens(texts, 9)
     mask = torch.ones(texts, 32, dtype=torch.long)
     mask[0, :3] = 0
@@ -43,10 +46,15 @@ def step_of(name, attention, *, padded=False, texts=2, **options):
 FUSED = {"qwen3_moe": True, "mixtral": True, "olmoe": True, "llama4": True, "deepseek_v3": False}
 
 
-@pytest.mark.parametrize("attention", ["sdpa", "thunder_moe_sdpa"])
-@pytest.mark.parametrize("name", FUSED)
+@pytest.mark.parametrize(
+    ("name", "attention"),
+    [
+        *zip(FUSED, cycle(["thunder_moe_sdpa", "sdpa"]), strict=False),
+        *others_slow(zip(FUSED, cycle(["sdpa", "thunder_moe_sdpa"]), strict=False), exhaustive=True),
+    ],
+)
 def test_models(name, attention):
-    step, arguments, prompt = step_of(name, attention, padded=name == "mixtral")
+    step, arguments, prompt = step_of(name, attention, layers=1, padded=name == "mixtral")
     compiled = torch.compile(step, backend="thunder_moe", fullgraph=True, options=ON_CPU)
     caches = prompt(), prompt()
     with torch.no_grad():

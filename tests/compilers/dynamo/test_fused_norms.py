@@ -44,7 +44,15 @@ def fused(function, *arguments, again=None, dynamic=False, on_any_device=True):
 
 
 # DeepSeek-V3 has layers that several others read the rows of; GPT-OSS multiplies by the norm's weight in float32.
-@pytest.mark.parametrize(("name", "count"), [("qwen3_moe", 3), ("mixtral", 3), ("deepseek_v3", 2), ("gpt_oss", 0)])
+@pytest.mark.parametrize(
+    ("name", "count"),
+    [
+        ("qwen3_moe", 3),
+        pytest.param("mixtral", 3, marks=[pytest.mark.slow, pytest.mark.exhaustive]),
+        ("deepseek_v3", 2),
+        ("gpt_oss", 0),
+    ],
+)
 def test_decode_steps_of_models(name, count, monkeypatch):
     """Two layers: the first norm has no sum in front of it."""
     monkeypatch.setattr(routers, "is_one_operator", lambda hidden, weight: True)

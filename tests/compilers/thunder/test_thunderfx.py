@@ -14,7 +14,7 @@ from differential.runtime import exact
 from oracle import relative_error
 from thunder.dynamo import ThunderCompiler, thunderfx
 from thunder.recipes import BaseRecipe
-from tiny_models import tiny_model
+from tiny_models import tiny_config, tiny_model
 from tiny_models import tokens as token_ids
 from torch import nn
 from transformers import StaticCache
@@ -122,6 +122,7 @@ def check_unsplit(compiled, graphs=1):
 @pytest.mark.parametrize("kind", [Layer, pytest.param(Llama4MoE, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("trainable", [False, True])
 @pytest.mark.parametrize("mode", [torch.no_grad, pytest.param(torch.enable_grad, marks=pytest.mark.slow)])
+@pytest.mark.covering(2)
 def test_a_layer_is_one_graph(kind, trainable, mode):
     model, x = layer(kind, trainable), tokens(8)
     compiled = by_thunderfx(model, nv_enable_linear=True)
@@ -136,6 +137,7 @@ def test_a_layer_is_one_graph(kind, trainable, mode):
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", [Layer, Llama4MoE])
 @pytest.mark.parametrize("trainable", [False, True])
+@pytest.mark.covering(1)
 def test_other_numbers_of_tokens(kind, trainable):
     model = layer(kind, trainable)
     compiled = by_thunderfx(model)
@@ -415,7 +417,8 @@ def test_gradients_of_a_tensor_and_its_detached_alias(trained):
 )
 def test_decode_steps_with_4_bit_dense_layers(device):
     """q, k and v are parts of one GEMM's result; on CUDA, torch.compile would put norms into the layers behind them."""
-    model = quantize_(tiny_model("llama4").to(device, BF16), linears="*").requires_grad_(False)
+    model = tiny_model("llama4", BF16, tiny_config("llama4", 1)).to(device)
+    model = quantize_(model, linears="*").requires_grad_(False)
     caches = [StaticCache(config=model.config, max_cache_len=16) for _ in range(2)]
     compiled = by_thunderfx(model)
     with torch.no_grad():

@@ -3,12 +3,12 @@ Called by pytest; eager, with a static cache under torch.compile, and by the exp
 """
 
 import copy
-import itertools
 
 import pytest
 import torch
+from fast_cases import others_slow
 from oracle import relative_error
-from tiny_models import ARCHITECTURES, tiny_model, tokens
+from tiny_models import ARCHITECTURES, tiny_config, tiny_model, tokens
 
 transformers = pytest.importorskip("transformers")
 
@@ -18,6 +18,11 @@ from thunder_moe.integrations.huggingface import experts as integration  # noqa:
 LENGTH = 12
 ALL = list(ARCHITECTURES)
 WITH_INTERFACE = [name for name in ALL if name != "llama4"]
+
+
+def small_model(name, dtype=torch.float32, **options):
+    """A model to compile: a layer with experts for each kind of attention that it has."""
+    return tiny_model(name, dtype, tiny_config(name, 2 if name == "gpt_oss" else 1), **options)
 
 
 def generate(model, device="cpu", **options):
@@ -71,39 +76,39 @@ def test_experts_implementation(name):
     transformers.__version__.startswith("5.7."),
     reason="transformers 5.7 logs in its grouped_mm, which dynamo cannot trace",
 )
-@pytest.mark.parametrize("name", ["llama4", "qwen3_moe", "deepseek_v3", "gpt_oss"])
+@pytest.mark.parametrize("name", ["llama4", "qwen3_moe", "gpt_oss", *others_slow(["deepseek_v3"], exhaustive=True)])
 @pytest.mark.slow
 def test_an_unconverted_model_with_the_backend(name):
-    model = tiny_model(name, torch.bfloat16)
+    model = small_model(name, torch.bfloat16)
     expected = generate_in_16_bits(quantize_(copy.deepcopy(model)))
     compile_forward(model, backend="thunder_moe", options={"thunder_moe.inner": "aot_eager"})
     generated = generate(model, cache_implementation="static")
     assert (generated == expected).float().mean() > 0.7  # sums round otherwise, and one other token brings more
     report = rewrite_report(model.forward)
     weights = {entry.gemm.weight for entry in report}
-    assert len(weights) == 2 * len(ARCHITECTURES[name][2])
+    assert len(weights) == 2 * model.config.num_hidden_layers
     assert {weight.rpartition(".")[2] for weight in weights} == {"gate_up_proj", "down_proj"}
     assert all(entry.rewritten for entry in report)
 
 
-@pytest.mark.parametrize("name", ["llama4", "qwen3_moe", "deepseek_v3", "gpt_oss"])
+@pytest.mark.parametrize("name", ["llama4", "gpt_oss", *others_slow(["qwen3_moe", "deepseek_v3"], exhaustive=True)])
 @pytest.mark.slow
 def test_a_quantized_model_with_the_backend(name):
-    quantized = quantize_(tiny_model(name))
+    quantized = quantize_(small_model(name))
     expected = generate(dequantize_(copy.deepcopy(quantized)))
     compile_forward(quantized, backend="thunder_moe", options={"thunder_moe.inner": "eager"})
     assert torch.equal(generate(quantized, cache_implementation="static"), expected)
     report = rewrite_report(quantized.forward)
     assert {entry.gemm.weight.split(".experts.")[1] for entry in report} == {"gate_up_proj.qdata", "down_proj.qdata"}
     assert all(entry.reason.endswith(" beforehand") for entry in report)
-    assert len(report) % (2 * len(ARCHITECTURES[name][2])) == 0
+    assert len(report) % (2 * quantized.config.num_hidden_layers) == 0
 
 
 @pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss"])
 @pytest.mark.slow
 def test_batched_mm_with_the_backend(name):
     """What generate puts in the place of grouped_mm on a GPU gives the numbers of quantize_."""
-    model = tiny_model(name, torch.bfloat16, experts_implementation="batched_mm").requires_grad_(False)
+    model = small_model(name, torch.bfloat16, experts_implementation="batched_mm").requires_grad_(False)
     compiled = torch.compile(model, backend="thunder_moe", fullgraph=True, options={"thunder_moe.inner": "aot_eager"})
     with torch.no_grad():
         out, stock = compiled(tokens()).logits, model(tokens()).logits
@@ -111,7 +116,7 @@ def test_batched_mm_with_the_backend(name):
     assert relative_error(out, expected) < 0.015
     assert relative_error(stock, expected) > 0.03
     report = rewrite_report(compiled)
-    assert len(report.rewritten) == len(report) == 2 * len(ARCHITECTURES[name][2])
+    assert len(report.rewritten) == len(report) == 2 * model.config.num_hidden_layers
 
 
 @pytest.fixture
@@ -128,23 +133,26 @@ def counting():
     torch._dynamo.backends.registry._COMPILER_FNS.pop("counting")
 
 
-# Compiled, two cases are in the fast set: seconds each. The latter two ways are by the backend.
-FAST = ("qwen3_moe", "quantize_"), ("qwen3_moe", "batched_mm")
-DECODED = [(name, "quantize_") for name in WITH_INTERFACE]
-DECODED += itertools.product(("qwen3_moe", "gpt_oss"), ("thunder_moe", "batched_mm"))
+# Compiled, two cases are in the fast set: seconds each. "thunder_moe" and "batched_mm" are by the backend.
+FAST = [("qwen3_moe", "quantize_"), ("qwen3_moe", "batched_mm")]
+SLOW = [
+    ("qwen3_moe", "thunder_moe"),
+    ("gpt_oss", "quantize_"),
+    ("gpt_oss", "thunder_moe"),
+    ("deepseek_v3", "quantize_"),
+]
+REST = [("gpt_oss", "batched_mm"), ("mixtral", "quantize_"), ("olmoe", "quantize_")]
 
 
-@pytest.mark.parametrize(
-    ("name", "how"), [pytest.param(*case, marks=() if case in FAST else pytest.mark.slow) for case in DECODED]
-)
+@pytest.mark.parametrize(("name", "how"), [*FAST, *others_slow(SLOW), *others_slow(REST, exhaustive=True)])
 def test_generate_compiles_the_decode_step_once(name, how, counting):
     inner, graphs = counting
     if how == "quantize_":
-        model = quantize_(tiny_model(name))
+        model = quantize_(small_model(name))
         expected = generate(dequantize_(copy.deepcopy(model)))
         config = transformers.CompileConfig(backend=inner)
     else:
-        model = tiny_model(name, torch.bfloat16, experts_implementation=how).requires_grad_(False)
+        model = small_model(name, torch.bfloat16, experts_implementation=how).requires_grad_(False)
         expected = generate_in_16_bits(quantize_(copy.deepcopy(model)))
         config = transformers.CompileConfig(backend="thunder_moe", options={"thunder_moe.inner": inner})
     config.mode, config._compile_all_devices = None, True  # as on a GPU, but for its mode
@@ -159,7 +167,7 @@ def test_generate_compiles_the_decode_step_once(name, how, counting):
             assert (generated == expected).float().mean() > 0.7  # sums round otherwise
     if how != "quantize_":
         report = rewrite_report(model._compiled_call)
-        assert len(report.rewritten) == len(report) == wanted * 2 * len(ARCHITECTURES[name][2])
+        assert len(report.rewritten) == len(report) == wanted * 2 * model.config.num_hidden_layers
 
 
 @pytest.mark.gpu

@@ -7,7 +7,7 @@ import json
 
 import pytest
 from checkpoint_files import DATA
-from interpreters import fresh_python
+from interpreters import OF_TRANSFORMERS, fresh_python
 
 transformers = pytest.importorskip("transformers")
 
@@ -53,12 +53,12 @@ ACTS = {
     "a public name": "from thunder_moe import ThunderMoeConfig; import transformers",
     "the environment": "import os; os.environ['THUNDER_MOE_AUTO_REGISTER'] = '1'; import thunder_moe",
 }
-# Each test starts a process that imports transformers, in four seconds.
+# Each test starts a process that imports transformers, in a second.
 SLOW = ("transformers first", "a public name", "the environment")
 
 
 def python(code):
-    return fresh_python(f"data = {str(DATA)!r}\n{code}").split("\n")
+    return fresh_python(f"data = {str(DATA)!r}\n{code}", OF_TRANSFORMERS).split("\n")
 
 
 def test_importing_adds_entries_and_replaces_none():

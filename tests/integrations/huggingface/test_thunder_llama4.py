@@ -7,7 +7,7 @@ import warnings
 
 import pytest
 import torch
-from interpreters import fresh_python
+from interpreters import OF_TRANSFORMERS, fresh_python
 from oracle import relative_error
 
 transformers = pytest.importorskip("transformers")
@@ -111,4 +111,4 @@ compiled = thunder.jit(layer, executors=[moe_executor])
 compiled(torch.zeros(1, 3, 64, dtype=torch.bfloat16))
 print([entry.decision for entry in rewrite_report(compiled)])
 """
-    assert fresh_python(code).splitlines()[-1] == "['nvfp4 + swiglu', 'nvfp4']"
+    assert fresh_python(code, OF_TRANSFORMERS).splitlines()[-1] == "['nvfp4 + swiglu', 'nvfp4']"

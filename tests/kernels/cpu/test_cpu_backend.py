@@ -16,6 +16,7 @@ import time
 
 import pytest
 import torch
+from interpreters import fresh_python
 from oracle import dequantize as decode
 from oracle import dequantize_mxfp8, grouped_swiglu, relative_error
 from pairwise import pairwise
@@ -658,10 +659,7 @@ else:
 
 
 def reason_with(tmp_path, **environment):
-    environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path / "cache"), **environment}
-    run = subprocess.run([sys.executable, "-c", SCRIPT], env=environment, capture_output=True, text=True, check=False)
-    assert run.returncode == 0, run.stderr
-    return run.stdout
+    return fresh_python(SCRIPT, XDG_CACHE_HOME=str(tmp_path / "cache"), **environment)
 
 
 @pytest.mark.slow

@@ -178,7 +178,9 @@ MUTANTS = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", MUTANTS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.exhaustive] * ("with tiles" in name)) for name in MUTANTS]
+)
 def test_a_missing_wait_is_found(name, tmp_path, emulator):
     """Each runs in a process of its own, since the emulator aborts where a block has not waited."""
     file, pattern, replacement, message = MUTANTS[name]
