@@ -4,19 +4,16 @@ Called by pytest; registers with torch.compile, for checkouts that are not insta
 `import thunder` work in all tests on torch >= 2.13.
 """
 
-import dis
-import functools
-import gc
 import hashlib
 import importlib.util
 import os
-import sys
 import tempfile
 import warnings
 from pathlib import Path
 
 import pytest
 import torch
+from compiler_speed import collect_if_many, hide_from_collector, speed_up_compilers
 from fast_cases import pytest_collection_modifyitems  # noqa: F401  (a hook)
 from processes import Ranks
 
@@ -48,48 +45,14 @@ ROUTINGS = {
 
 
 def pytest_collection_finish():
-    """Hides what importing has made from the garbage collector; from now on `_collected` alone starts full collections.
-
-    They took half of the time of the compilers' tests.
-    """
-    gc.collect()
-    gc.freeze()
-    gc.set_threshold(700, 10, 1_000_000)
+    hide_from_collector()
 
 
 @pytest.fixture(autouse=True)
-def _collected():
-    """Collects after a test that has made many objects, and hides those that are left: caches of torch and Thunder."""
+def _fast_compilers():
+    speed_up_compilers()
     yield
-    if gc.get_count()[2] >= 20:
-        gc.collect()
-        gc.freeze()
-
-
-@pytest.fixture(autouse=True, scope="session")
-def _guards_are_not_timed():
-    """torch._dynamo times the guards of each graph behind a flush of the CPU's caches: 65 ms, for its log alone."""
-    from torch._dynamo import guards
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(guards, "profile_guard_manager", lambda *_: 0.0, raising=False)
-        yield
-
-
-@pytest.fixture(autouse=True, scope="session")
-def _thunder_does_not_wait():
-    """Thunder disassembles a function at each call of it and waits in a loop for a thread: a fifth of its time."""
-    interval, get_instructions = sys.getswitchinterval(), dis.get_instructions
-
-    @functools.lru_cache(10_000)
-    def instructions(code, **options):
-        return tuple(get_instructions(code, **options))
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(dis, "get_instructions", lambda code, **options: iter(instructions(code, **options)))
-        sys.setswitchinterval(1e-5)
-        yield
-        sys.setswitchinterval(interval)
+    collect_if_many()
 
 
 @pytest.fixture(autouse=True)
