@@ -4,9 +4,6 @@ Called by pytest; registers with torch.compile, for checkouts that are not insta
 `import thunder` work in all tests on torch >= 2.13.
 """
 
-import dis
-import functools
-import gc
 import hashlib
 import importlib.util
 import os
@@ -16,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from compiler_speed import collect_if_many, hide_from_collector, speed_up_compilers
 from fast_cases import pytest_collection_modifyitems  # noqa: F401  (a hook)
 from processes import Ranks
 
@@ -47,73 +45,16 @@ ROUTINGS = {
 
 
 def pytest_collection_finish():
-    """Hides what importing has made from the garbage collector; from now on `_collected` alone starts full collections.
-
-    They took half of the time of the compilers' tests.
-    """
-    gc.collect()
-    gc.freeze()
-    gc.set_threshold(700, 10, 1_000_000)
+    hide_from_collector()
 
 
 @pytest.fixture(autouse=True)
-def _collected():
-    """Collects after a test that has made many objects, and hides those that are left: caches of torch and Thunder."""
+def _fast_compilers(request):
+    """The whole matrix, which leaves out no test, runs the compilers as they are."""
+    if "not exhaustive" in request.config.option.markexpr or "not slow" in request.config.option.markexpr:
+        speed_up_compilers()
     yield
-    if gc.get_count()[2] >= 20:
-        gc.collect()
-        gc.freeze()
-
-
-@pytest.fixture(autouse=True, scope="session")
-def _guards_are_not_timed():
-    """torch._dynamo times the guards of each graph behind a flush of the CPU's caches: 65 ms, for its log alone."""
-    from torch._dynamo import guards
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(guards, "profile_guard_manager", lambda *_: 0.0, raising=False)
-        yield
-
-
-@pytest.fixture(autouse=True, scope="session")
-def _thunder_traces_faster(request):
-    """Thunder interprets functions of its own to find each builtin, disassembles a function at each call of it, and
-    waits for a thread that makes a frame for each traceback: more than half of the time in which it traces a model.
-
-    Globals are found here by the call with which that interpretation ends; instructions and frames are kept. The whole
-    matrix and the tests on a GPU run Thunder as it is.
-    """
-    if importlib.util.find_spec("thunder") is None or "not exhaustive" not in request.config.option.markexpr:
-        yield
-        return
-    from thunder.core import interpreter
-    from thunder.core.interpreter import InterpreterFrame, unwrap, wrap_const
-
-    get_instructions, make_frame = dis.get_instructions, InterpreterFrame.get_or_make_python_frame
-    find, item, frames = interpreter.globals_lookup, interpreter.MutMappingWrapperMethods.__getitem__, {}
-
-    @functools.lru_cache(10_000)
-    def instructions(code, **options):
-        return tuple(get_instructions(code, **options))
-
-    def python_frame(self):
-        key = self.code, self.qualname, self.positions and self.positions.lineno
-        return frames.get(key) or frames.setdefault(key, make_frame(self))
-
-    def lookup(namespace, name):
-        for space in (namespace, None):  # the globals, then the builtins
-            space = item(namespace, wrap_const("__builtins__")) if space is None else space
-            if type(unwrap(space)) is not dict or not isinstance(space, interpreter.WrappedValue):
-                break
-            if name.value in space.value:
-                return item(space, name)
-        return find(namespace, name)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(dis, "get_instructions", lambda code, **options: iter(instructions(code, **options)))
-        patch.setattr(InterpreterFrame, "get_or_make_python_frame", python_frame)
-        patch.setattr(interpreter, "globals_lookup", lookup)
-        yield
+    collect_if_many()
 
 
 @pytest.fixture(autouse=True)

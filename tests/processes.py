@@ -13,6 +13,8 @@ import traceback
 from multiprocessing.connection import wait
 from pathlib import Path
 
+from compiler_speed import collect_if_many, hide_from_collector, speed_up_compilers
+
 # A process has one fork server, so that what all of its tests' processes import is listed here.
 FORKS = multiprocessing.get_context("forkserver")
 FORKS.set_forkserver_preload(
@@ -125,6 +127,7 @@ def _serve(pipe, rank: int, size: int, store: str, backend: str, path: list[str]
     dist.init_process_group(
         backend, init_method=f"file://{store}", rank=rank, world_size=size, timeout=timeout, device_id=device
     )
+    hide_from_collector()
     while True:
         try:
             sys.path[:], function, args = pipe.recv()
@@ -133,8 +136,10 @@ def _serve(pipe, rank: int, size: int, store: str, backend: str, path: list[str]
         except Exception:  # the function cannot be imported
             pipe.send(("error", traceback.format_exc()))
             continue
+        speed_up_compilers()
         try:
             answer = ("result", function(*args))
         except Exception:
             answer = ("error", traceback.format_exc())
+        collect_if_many()
         pipe.send(answer)

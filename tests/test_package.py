@@ -3,6 +3,7 @@ Called by pytest; starts fresh interpreters.
 """
 
 import pytest
+from fast_cases import others_slow
 from interpreters import fresh_python
 
 import thunder_moe
@@ -70,8 +71,13 @@ print(sorted(set(thunder_moe._HOME) - set(globals())), Llama4MoE.__name__)
     [
         "from thunder_moe import moe_executor; import thunder",
         "import thunder_moe; thunder_moe.register('thunder'); import thunder",
-        "import thunder_moe; thunder_moe.register(); import thunder",
-        "from thunder_moe.compilers.thunder.executor import NVFP4MoE; import thunder",
+        *others_slow(
+            [
+                "import thunder_moe; thunder_moe.register(); import thunder",
+                "from thunder_moe.compilers.thunder.executor import NVFP4MoE; import thunder",
+            ],
+            exhaustive=True,
+        ),
     ],
 )
 @pytest.mark.slow

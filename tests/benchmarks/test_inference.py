@@ -216,7 +216,8 @@ def test_an_interrupt_keeps_what_was_measured(tmp_path, monkeypatch):
     ("mode", "name", "columns"),
     [
         ("inductor", "llama4", "thunder_moe,quantize_ linears"),
-        ("thunder", "llama4", "thunder_moe,quantize_ linears"),
+        ("thunder", "llama4", "thunder_moe"),
+        pytest.param("thunder", "llama4", "quantize_ linears", marks=pytest.mark.exhaustive),
         ("thunderjit", "qwen3_moe", "thunder_moe"),  # a cell takes a quarter of a minute
     ],
 )
@@ -279,7 +280,7 @@ def test_options_that_are_wrong(arguments, message, capsys):
 
 
 def llama4(**changes):
-    config = tiny_config("llama4")
+    config = tiny_config("llama4", layers=1)
     for name, value in changes.items():
         setattr(config, name, value)
     model = tiny_model("llama4", config=config).requires_grad_(False)
@@ -289,7 +290,8 @@ def llama4(**changes):
 
 @torch.no_grad()
 def run_cut_head(tied):
-    """Cut a model, in each process; return the error of its gathered logits and other findings."""
+    """Cut a model, in each process, and compile the untied one; return the error of its gathered logits and other
+    findings."""
     model, found = llama4(tie_word_embeddings=tied), SimpleNamespace()
     head, embedding = model.lm_head, model.get_input_embeddings()
     assert (head.weight is embedding.weight) == tied
@@ -299,7 +301,8 @@ def run_cut_head(tied):
     wanted = whole.read(prompt)
     vocabulary = wanted.shape[-1]
     suite._shard_(model, init_device_mesh("cpu", (2,)))
-    loop = GreedyLoop(model, model, *prompt.shape, suite._gather_vocabulary)
+    forward = model if tied else torch.compile(model, fullgraph=True, dynamic=False, backend="eager")
+    loop = GreedyLoop(model, forward, *prompt.shape, suite._gather_vocabulary)
     loop.cache.reset()
     own = loop.read(prompt)
     found.parts = [part.shape[-1] / vocabulary for part in (own, head.weight.to_local().mT, embedding.weight.mT)]
@@ -330,11 +333,12 @@ def test_a_vocabulary_that_the_ranks_do_not_divide(ranks):
 
 
 @pytest.mark.slow
-def test_processes_of_torchrun_are_tensor_parallel(tmp_path):
-    """By inductor; tests/parallel/test_compiled_shards.py has Thunder, whose traces of this model take minutes."""
+@pytest.mark.parametrize("mode", ["eager", pytest.param("inductor", marks=pytest.mark.exhaustive)])
+def test_processes_of_torchrun_are_tensor_parallel(tmp_path, mode):
+    """tests/parallel/test_compiled_shards.py has Thunder, whose traces of this model take minutes."""
     columns = ["quantize_", suite.QUANTIZED]
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "benchmarks", "inference"]
-    options = ["--mode", "inductor", "--columns", ",".join(columns), "--save-results", "--output-dir", str(tmp_path)]
+    options = ["--mode", mode, "--columns", ",".join(columns), "--save-results", "--output-dir", str(tmp_path)]
     root = Path(__file__).parents[2]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(root)}
     done = subprocess.run(

@@ -197,12 +197,12 @@ def test_the_head_is_quantized_with_the_layers(config, uncompiled, monkeypatch, 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["thunder_moe", "quantize_ linears"])
+@pytest.mark.parametrize("name", ["thunder_moe", pytest.param("quantize_ linears", marks=pytest.mark.exhaustive)])
 def test_a_compiled_column(config, name):
-    row, error = run(spec(config(layers=1), name, inner="aot_eager", batches=(1, 3, 5)))
+    row, error = run(spec(config(layers=1), name, inner="aot_eager", prompts=(8,)))
     assert error is None
     assert row["relative_error"] < 0.05
-    assert list(row["decode"]) == ["1", "3", "5"]
+    assert list(row["decode"]) == ["1", "3"]
 
 
 @pytest.mark.slow
@@ -307,10 +307,10 @@ def test_an_interrupt_keeps_what_was_measured(config, workers, tmp_path, monkeyp
 @pytest.mark.slow
 def test_model_runs_end_to_end(config, tmp_path, capsys):
     sizes = ["--batch", "3", "--prompts", "8", "--context", "16", "--generate", "4,3", "--rounds", "3"]
-    arguments = ["--models", config(layers=1), *sizes, "--columns", "eager bf16,quantize_", "--inner", "aot_eager"]
+    arguments = ["--models", config(layers=1), *sizes, "--columns", "quantize_", "--inner", "aot_eager"]
     rows = main(["model", "--device", "cpu", *arguments, "--output", str(tmp_path / "out")])
-    assert [(row["model"], row["column"]) for row in rows] == [("qwen3_moe", "eager bf16"), ("qwen3_moe", "quantize_")]
-    assert all(row["decode"]["3"]["floor_share"] > 0 for row in rows)
+    assert [(row["model"], row["column"]) for row in rows] == [("qwen3_moe", "quantize_")]
+    assert rows[0]["decode"]["3"]["floor_share"] > 0
     assert "decode, batch 3" in capsys.readouterr().out
 
 

@@ -7,6 +7,7 @@ import functools
 from types import SimpleNamespace
 
 import torch
+from compiler_speed import speed_up_compilers
 from programs import FEATURES, A, E, H, error, run_tensor_layer
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
@@ -27,6 +28,7 @@ def compiled_by(compiler, model):
         return torch.compile(model, backend="thunder_moe", fullgraph=True, options={"thunder_moe.inner": "eager"})
     from thunder_moe import moe_executor  # before Thunder, which it makes importable
 
+    speed_up_compilers()  # Thunder is one of them from the first of these calls on
     if compiler == "thunder.jit":
         import thunder
 

@@ -14,7 +14,6 @@ EXACT, ROUNDED = 1e-5, 1e-2  # float32; bfloat16 (packing the weights alone make
 MISSING = pytest.mark.skipif(importlib.util.find_spec("thunder") is None, reason="lightning-thunder is not installed")
 JIT, FX = (pytest.param(name, marks=[pytest.mark.slow, MISSING]) for name in ("thunder.jit", "thunderfx"))
 COMPILERS = ["torch.compile", JIT, FX]
-FAST_FX = pytest.param("thunderfx", marks=MISSING)
 
 
 @pytest.fixture
@@ -36,16 +35,32 @@ def test_a_compiler_packs_whole_experts_of_a_rank(run):
         assert decisions == ["nvfp4 + swiglu", "nvfp4 + swiglu", "nvfp4"]
 
 
-@pytest.mark.parametrize("format", ["nvfp4", pytest.param("mxfp8", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("compiler", ["torch.compile", JIT, FAST_FX])
+@pytest.mark.parametrize(
+    ("compiler", "format"),
+    [
+        ("torch.compile", "nvfp4"),
+        pytest.param("torch.compile", "mxfp8", marks=pytest.mark.slow),
+        pytest.param("thunder.jit", "nvfp4", marks=[pytest.mark.slow, MISSING]),
+        pytest.param("thunder.jit", "mxfp8", marks=[pytest.mark.slow, pytest.mark.exhaustive, MISSING]),
+        pytest.param("thunderfx", "nvfp4", marks=MISSING),
+        pytest.param("thunderfx", "mxfp8", marks=[pytest.mark.slow, pytest.mark.exhaustive, MISSING]),
+    ],
+)
 def test_weights_that_are_quantized_before_the_cut(run, compiler, format):
     for error, decisions in run(programs.run_cut_after_quantize, compiler, format):
         assert error < ROUNDED
         assert decisions == [f"{format} + swiglu", format]
 
 
-@pytest.mark.parametrize("quantized", [False, True], ids=["float32", "nvfp4"])
-@pytest.mark.parametrize("compiler", ["torch.compile", JIT])
+@pytest.mark.parametrize(
+    ("compiler", "quantized"),
+    [
+        ("torch.compile", False),
+        ("torch.compile", True),
+        pytest.param("thunder.jit", False, marks=[pytest.mark.slow, pytest.mark.exhaustive, MISSING]),
+        pytest.param("thunder.jit", True, marks=[pytest.mark.slow, MISSING]),
+    ],
+)
 def test_gradients_are_those_of_one_process(run, compiler, quantized):
     assert max(run(programs.run_training, compiler, quantized)) < EXACT
 

@@ -3,6 +3,7 @@ Called by pytest; calls torchrun.
 """
 
 import os
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -46,6 +47,7 @@ while True:
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive  # test_parallel.py has a rank that dies; here it is torchrun that ends the others
 def test_a_rank_that_raises_ends_the_others(tmp_path):
     (tmp_path / "raises.py").write_text(RAISES)
     run = torchrun(str(tmp_path / "raises.py"))
@@ -53,12 +55,10 @@ def test_a_rank_that_raises_ends_the_others(tmp_path):
     assert "wanted at most capacity = 3 tokens" in run.stderr
 
 
-@pytest.mark.slow
-def test_example_without_torchrun():
-    environment = {name: value for name, value in os.environ.items() if name != "RANK"}
-    command = [sys.executable, "examples/expert_parallel.py"]
-    run = subprocess.run(
-        command, cwd=ROOT, env={**environment, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, check=False
-    )
-    assert run.returncode == 2
-    assert "start with torchrun" in run.stderr
+def test_example_without_torchrun(monkeypatch, capsys):
+    monkeypatch.delenv("RANK", raising=False)
+    main = runpy.run_path(str(ROOT / "examples" / "expert_parallel.py"))["main"]
+    with pytest.raises(SystemExit) as stopped:
+        main([])
+    assert stopped.value.code == 2
+    assert "start with torchrun" in capsys.readouterr().err

@@ -108,7 +108,8 @@ def test_fully_shard_over_another_dimension(run, quantized):
     assert max(run(programs.sharded_otherwise, quantized)) < TOLERANCE
 
 
-COMPILED = [("exact", False, True), ("exact", True, False), ("capacity", True, True), ("gather, capacity", True, False)]
+COMPILED = [("exact", False, True), ("capacity", True, True), ("gather, capacity", True, False)]
+COMPILED += [pytest.param("exact", True, False, marks=pytest.mark.exhaustive)]
 SAVED = [
     (2, "expert", True, "auto"),
     (2, "tensor", True, "tiled_64x64"),
@@ -221,8 +222,9 @@ def test_no_functional_gather_runs_on_cpus(run):
 
 
 @pytest.mark.slow
-def test_twenty_seconds_of_steps_with_gathers_under_way(run):
-    assert min(run(programs.steps_with_gradients, 1_000_000, 20)) > 0
+@pytest.mark.parametrize("seconds", [4, pytest.param(20, marks=pytest.mark.exhaustive)])
+def test_steps_with_gathers_under_way(run, seconds):
+    assert min(run(programs.steps_with_gradients, 1_000_000, seconds)) > 0
 
 
 @pytest.mark.parametrize(

@@ -57,6 +57,7 @@ OPTIONS = {
 
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 @pytest.mark.parametrize("name", ["qwen3_moe", "llama4", "gpt_oss", "mixtral"])
+@pytest.mark.covering(1)
 def test_models_of_transformers_take_a_trainers_weights(name, options):
     pytest.importorskip("transformers")
     from tiny_models import tiny_model, tokens

@@ -110,7 +110,9 @@ def _quantize_with_feedback(weight: Tensor, hessian: Tensor, scale_search: str |
         packed = NVFP4Weight(codes[..., 0::2] | codes[..., 1::2] << 4, scale, global_scale)
         if scale_search is None:
             return packed
-        return replace(packed, global_scale=unbiased_scale(global_scale, _products(weight, packed, hessian), weight.dtype))
+        return replace(
+            packed, global_scale=unbiased_scale(global_scale, _products(weight, packed, hessian), weight.dtype)
+        )
 
 
 def _products(weight: Tensor, packed: NVFP4Weight, hessian: Tensor) -> Tensor:

@@ -5,6 +5,7 @@ codes and scales, byte for byte. Called by pytest; `quantize_` itself is judged 
 import pytest
 import torch
 from checkpoint_files import bits
+from fast_cases import others_slow
 from tiny_models import ARCHITECTURES, OTHERS, tiny_model, tokens
 
 from thunder_moe import ThunderMoeConfig, load_checkpoint, quantize_
@@ -14,8 +15,9 @@ from thunder_moe.nn.linear import NVFP4Linear, NVFP4LinearPart, NVFP4LinearStack
 # Tied, of other names, without a gate, transposed; a gate that reads q's rows, a linear whose weight the model reads.
 SPECIAL = ("gemma4", "granitemoe", "nemotron_h", "qwen3_vl_moe", "afmoe", "deepseek_v32")
 NAMES = [
-    pytest.param(name, marks=() if name in (*ARCHITECTURES, *SPECIAL) else pytest.mark.slow)
-    for name in (*ARCHITECTURES, *OTHERS)
+    *ARCHITECTURES,
+    *SPECIAL,
+    *others_slow(sorted(OTHERS.keys() - {*SPECIAL}), exhaustive=True),
 ]
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 from checkpoint_files import bits, load_tensors
+from fast_cases import others_slow
 from oracle import KERNEL_TOLERANCE, relative_error
 from processes import CALL, FORKS
 from safetensors.torch import load_file
@@ -33,10 +34,12 @@ from thunder_moe.integrations.huggingface.saving import QuantizedModel  # noqa: 
 
 BF16 = torch.bfloat16
 # transformers' Jamba computes otherwise where its configuration says that it is quantized.
-FAST = {*ARCHITECTURES, "jamba"}
-CASES = [pytest.param(name, marks=[] if name in FAST else pytest.mark.slow) for name in ARCHITECTURES | OTHERS]
+FAST = [*ARCHITECTURES, "jamba"]
 # Of OTHERS: names of their own, experts without a gate, tied heads, a model inside of another.
 SPECIAL = ("granitemoe", "nemotron_h", "ernie4_5_moe", "gemma4", "qwen3_vl_moe")
+# test_on_load.py and test_written_names.py load and save each of the rest.
+CASES = [*FAST, *(pytest.param(name, marks=pytest.mark.slow) for name in SPECIAL)]
+CASES += others_slow(sorted(OTHERS.keys() - {*FAST, *SPECIAL}), exhaustive=True)
 
 
 def everything(module, name):

@@ -9,6 +9,7 @@ import re
 import pytest
 import torch
 from checkpoint_files import DATA, bits, load_tensors, stream
+from fast_cases import others_slow
 from tiny_models import ARCHITECTURES, OTHERS, tiny_config, tiny_model, tokens
 
 transformers = pytest.importorskip("transformers")
@@ -23,7 +24,7 @@ from thunder_moe.integrations.huggingface.writing import model_config, model_ten
 ALL = ARCHITECTURES | OTHERS
 BF16 = torch.bfloat16
 FAST = ("llama4", "mixtral", "gpt_oss", "gemma4", "granitemoe", "nemotron_h", "qwen3_vl_moe")
-TABLE = [pytest.param(name, marks=() if name in FAST else pytest.mark.slow) for name in ALL]
+TABLE = others_slow(ALL, FAST, exhaustive=True)  # test_saved_experts has all of them
 # Linears that engines merge into one, whose precision has to be the same.
 MERGED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("w1", "w3"), ("q_a_proj", "kv_a_proj_with_mqa"))
 
