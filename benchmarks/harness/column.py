@@ -31,7 +31,7 @@ from torch import Tensor, nn
 
 from benchmarks.harness.decode import DecodeStep, generate_tokens_per_second, prefill, step_bytes, tensor_bytes
 from benchmarks.harness.models import build, config_of
-from benchmarks.harness.roofline import Limits
+from benchmarks.harness.roofline import read_bandwidth
 from benchmarks.harness.timing import Timing, measure
 from thunder_moe import GroupedSwiGLU, dequantize_, quantize_, rewrite_report
 from thunder_moe.integrations.huggingface.experts import expert_blocks
@@ -526,8 +526,7 @@ def run(spec: Spec, emit: Callable[[dict[str, Any]], None]) -> None:
     """
     if spec.column == "limits":
         _Turns(spec.turns, emit).measure()
-        limits = Limits.measured(torch.device(spec.device))
-        emit({"read_bytes_per_second": limits.read_bytes_per_second})
+        emit({"read_bytes_per_second": read_bandwidth(torch.device(spec.device))})
     else:
         _Column(spec, emit).run()
 

@@ -40,6 +40,13 @@ PEERS = {
 Points = dict[str, list[tuple[float, float]]]
 
 
+def read_bandwidth(device: torch.device, **how: Any) -> float:
+    """Return the bytes per second at which a device reads a large int64 tensor, to sum it up; `how` as in `measure`."""
+    data = torch.empty(SIZES[device.type][0] // 8, dtype=torch.int64, device=device).random_()
+    (read,) = measure({"read": data.sum}, device=device, **how).values()
+    return data.nbytes / read.median
+
+
 @dataclass(frozen=True)
 class Limits:
     """A device's limits, `read_bytes_per_second` and `flops_per_second` of a dense product; the bits of a weight."""
@@ -59,16 +66,14 @@ class Limits:
             bits_per_weight: of the format.
             how: arguments of `timing.measure`.
         """
-        read_bytes, size = SIZES[device.type]
-        data = torch.empty(read_bytes // 8, dtype=torch.int64, device=device).random_()
+        size = SIZES[device.type][1]
         dtype = torch.bfloat16
         if device.type == "cpu":  # without instructions for bf16, a product of 2048 rows takes a minute
             products = {str(each): _product(256, each, device) for each in (torch.bfloat16, torch.float32)}
             bf16, fp32 = (timing.median for timing in measure(products, device=device, **how).values())
             dtype = torch.bfloat16 if bf16 < fp32 else torch.float32
-        functions: dict[str, Callable[[], Any]] = {"read": data.sum, "product": _product(size, dtype, device)}
-        read, product = (timing.median for timing in measure(functions, device=device, **how).values())
-        return Limits(data.nbytes / read, 2 * size**3 / product, bits_per_weight)
+        (product,) = measure({"product": _product(size, dtype, device)}, device=device, **how).values()
+        return Limits(read_bandwidth(device, **how), 2 * size**3 / product.median, bits_per_weight)
 
     def __str__(self) -> str:
         read, flops = self.read_bytes_per_second, self.flops_per_second
