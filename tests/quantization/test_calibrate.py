@@ -28,6 +28,7 @@ from thunder_moe import (
 )
 from thunder_moe.dense_names import is_encoder, is_linear
 from thunder_moe.formats.nvfp4 import dequantize, quantize
+from thunder_moe.quantization import calibrate
 
 EXPERTS, K = 4, 32
 
@@ -209,6 +210,14 @@ def test_layers_that_change_their_input_or_read_others_are_run_again():
         break_chain(models[1])
         assert calibrate_(models[0], [tokens(1), tokens(2)]) == calibrate_(models[1], [tokens(1), tokens(2)])
         assert same_bits(*(model.state_dict() for model in models))
+
+
+def test_a_move_to_another_device_is_not_a_use():
+    weight = torch.randn(1, 8, 16)
+    with calibrate._Watch([calibrate._Weight("gate_up", weight, False)]):
+        assert weight.to("meta").is_meta
+        with pytest.raises(ValueError, match="it reads 'gate_up' by aten._to_copy"):
+            weight.double()
 
 
 @pytest.mark.gpu
