@@ -304,11 +304,22 @@ def machine(device: torch.device) -> str:
     """Return the GPU's name, or the CPU's with what of it multiplies bf16."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
+    name = cpu_info().get("model name") or platform.processor() or platform.machine()
+    return " ".join([name, *bf16_instructions()])
+
+
+def cpu_info() -> dict[str, str]:
+    """Return what Linux says about the CPU, else nothing."""
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.exists() else []
-    words = {key.strip(): value.strip() for key, _, value in (line.partition(":") for line in lines)}
-    units = [unit for unit in ("avx512_bf16", "amx_bf16") if unit in words.get("flags", "").split()]
-    return " ".join([words.get("model name") or platform.processor() or platform.machine(), *units])
+    return {key.strip(): value.strip() for key, _, value in (line.partition(":") for line in lines)}
+
+
+def bf16_instructions() -> list[str]:
+    """Return the CPU's instruction sets that multiply bf16, as far as Linux names them."""
+    info = cpu_info()
+    flags = (info.get("flags") or info.get("Features") or "").split()
+    return [unit for unit in ("avx512_bf16", "amx_bf16", "bf16") if unit in flags]
 
 
 def table(results: dict[str, dict[str, float]], labels: dict[str, str]) -> str:
@@ -408,8 +419,16 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     parameters = sum(parameter.numel() for parameter in model.parameters())
     wide = expert_bytes(model)
     print(f"model  {parameters:,} bf16 parameters, {wide // 2:,} of them in {args.layers} x {EXPERTS} experts")
+    if args.device.type == "cpu" and not bf16_instructions():
+        print("       trained in float32: this CPU has no instructions for bf16 and takes many times as long with it")
+        model.float()
     trained = thunder.jit(model, executors=[moe_executor])
     losses = train(trained, model, text, args)
+    if next(model.parameters()).dtype == torch.float32:
+        trained = thunder.jit(model.bfloat16(), executors=[moe_executor])
+        with warnings.catch_warnings():  # as in `train`
+            warnings.simplefilter("ignore", RewriteWarning)
+            trained(windows(text, torch.zeros(BATCH, dtype=torch.int64), args.device)[0])
 
     # Thunder 0.2.6 alone cannot run torch's grouped GEMM (its torch executor's checker refuses every call), so the
     # bf16 column is the trained model: experts that require a gradient stay 16-bit. Gradients are therefore
