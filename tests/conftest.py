@@ -50,7 +50,7 @@ def pytest_collection_finish():
 
 @pytest.fixture(autouse=True)
 def _fast_compilers(request):
-    """The whole matrix, which leaves out no test, runs the compilers as they are."""
+    """Only where tests are left out: the whole matrix runs the compilers without these patches."""
     if "not exhaustive" in request.config.option.markexpr or "not slow" in request.config.option.markexpr:
         speed_up_compilers()
     yield

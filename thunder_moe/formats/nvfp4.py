@@ -147,7 +147,9 @@ def quantize_unchecked(weight: Tensor, scale_search: str | None = None) -> tuple
                 weight[expert, rows], global_scale[expert], scale_search is not None
             )
             sums[expert] += of_rows
-    return NVFP4Weight(qdata, scale, unbiased_scale(global_scale, sums, weight.dtype)), amax
+    if scale_search is not None:
+        global_scale = unbiased_scale(global_scale, sums, weight.dtype)
+    return NVFP4Weight(qdata, scale, global_scale), amax
 
 
 def unbiased_scale(global_scale: Tensor, sums: Tensor, dtype: torch.dtype) -> Tensor:
@@ -156,7 +158,7 @@ def unbiased_scale(global_scale: Tensor, sums: Tensor, dtype: torch.dtype) -> Te
     Args:
         global_scale: float32 (E,), by which the weights were rounded.
         sums: (E, 2), sum(x * x) and sum(x * q) in squares of it. Rounding has them in int64, each block's part rounded,
-            so that they do not depend on the order. Zeros: the scales stay as they are.
+            so that they do not depend on the order. The scale of an expert with zeros is not changed.
     """
     squares, products = sums.double().unbind(1)
     most = torch.finfo(dtype).max / (E2M1_MAX * E4M3_MAX)

@@ -25,8 +25,8 @@ NAME = "thunder_moe_sdpa"
 # As rows of the query, the heads of a group need the mask repeated, keys and values not: H200, 32 heads that share 4 of
 # 128, batch 8, 576 keys: 54 us instead of 133 for 64 new tokens, 167 instead of 172 for 256.
 _MOST_QUERIES = 64
-# Tokens of a padded prompt from which on its texts are rolled to the left: with 8 texts of 512 tokens a layer's
-# attention takes as long as with a mask (0.13 ms on an H100), with 1024 two thirds (0.30).
+# Padded prompts of so many tokens are rolled to the left. On an H100, 8 texts of 512 tokens take as long as with a mask
+# (0.13 ms of attention in a layer), 8 texts of 1024 tokens two thirds of it (0.30 ms).
 _FEWEST_ROLLED = 1024
 # The names under which models hand on what their indexers chose: DeepSeek-V3.2, GLM-MoE-DSA, ...; MiniMax-M3.
 _CHOSEN_KEYS = ("indices", "block_indices")
