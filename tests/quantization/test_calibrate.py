@@ -28,7 +28,7 @@ from thunder_moe import (
 )
 from thunder_moe.dense_names import is_encoder, is_linear
 from thunder_moe.formats.nvfp4 import dequantize, quantize
-from thunder_moe.quantization import calibrate
+from thunder_moe.quantization import calibrate, kept_layers
 
 EXPERTS, K = 4, 32
 
@@ -177,6 +177,38 @@ def test_layers_run_on_stored_results(device):
     # Two runs for the checks, one of a layer in 16 bits on each batch, and one in 4 bits; the head stops behind all.
     assert runs == [2 + 2 * 2] * 4
     assert max(runs_of_passes) > 8
+
+
+def test_moves_to_the_device_do_not_grow_with_the_batches(monkeypatch):
+    moves, to = [], nn.Module.to
+    monkeypatch.setattr(nn.Module, "to", lambda module, device: (moves.append(module), to(module, device))[1])
+    counts = []
+    for batches in (1, 3):
+        moves.clear()
+        calibrate_(deep(3), [tokens(n) for n in range(batches)], linears=["*_proj", "lm_head"], device="cpu")
+        counts.append(len(moves))
+    assert counts[0] == counts[1]
+
+
+@pytest.mark.parametrize("device", [None, "cpu"])
+def test_resumes_layer_by_layer(tmp_path, monkeypatch, device):
+    batches, options = [tokens(1), tokens(2)], dict(linears=["*_proj", "lm_head"], device=device)
+    whole, resumed = deep(), deep()
+    said, calls, save = calibrate_(whole, batches, **options), [], kept_layers.save_file
+
+    def killed(content, path):
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        calls.append(path)
+        save(content, path)
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(kept_layers, "save_file", killed)
+        calibrate_(deep(), batches, destination=tmp_path / "out", **options)
+    runs = counted(resumed)
+    assert calibrate_(resumed, batches, destination=tmp_path / "out", **options) == said
+    assert same_bits(whole.state_dict(), resumed.state_dict())
+    assert max(runs) <= 2 + 2 * 2
 
 
 def test_a_device_needs_layers_in_a_row():

@@ -170,14 +170,16 @@ def calibrate_(
                 try:
                     bar = progress_bar([*layers], desc="calibrating", unit="layer", disable=not progress)
                     for number, layer in enumerate(bar):
-                        if number < len(kept.layers):
-                            _restore_layer(model, layers.pop(layer), run, kept.read(number))
-                            found += [OutputError(**each) for each in kept.layers[number]]
-                        else:
+                        with nullcontext() if chain is None else chain.at(layer):
+                            if number < len(kept.layers):
+                                _restore_layer(model, layers.pop(layer), run, kept.read(number))
+                                found += [OutputError(**each) for each in kept.layers[number]]
+                                if device is not None:  # the next layer needs its results, and it may go then
+                                    _run(model, [], inputs, layer, chain)
+                                continue
                             packed, begin = list[PackedWeight](), len(found)
                             pack = partial(_pack, scale_search, found, packed if destination is not None else None)
-                            with nullcontext() if chain is None else chain.at(layer):
-                                _calibrate_layer(model, layer, layers.pop(layer), inputs, run, pack, chain)
+                            _calibrate_layer(model, layer, layers.pop(layer), inputs, run, pack, chain)
                             kept.add([asdict(each) for each in found[begin:]], packed)
                 finally:  # after an interrupt, too, as in `quantize_`
                     for family in families_of(model):

@@ -102,17 +102,20 @@ class LayerChain:
     def at(self, layer: str) -> Iterator[None]:
         """Let a layer change, on the device; the layers before it are final, and in the end it is, too.
 
-        For a module outside of the list nothing is done."""
-        if layer not in self._names:
+        It stays on the device while the batches of the next `at` run through it. A module outside of the list may
+        change as well; no layer is final by that."""
+        begin = self._final
+        if layer in self._names:
+            self._final = self._names.index(layer)
+        end = self._final + (layer in self._names)
+        parts = self._layers[max(begin - 1, 0) : end]
+        for part in parts:
+            self._fetch(part)
+        with self._hold(parts):
             yield
-            return
-        self._final = self._names.index(layer)
-        part = self._layers[self._final]
-        self._fetch(part)
-        with self._hold([part]):
-            yield
-        self._put_back(part)
-        self._final += 1
+        for part in parts[:-1]:
+            self._put_back(part)
+        self._final = end
 
     @contextmanager
     def _hold(self, layers: list[nn.Module]) -> Iterator[None]:
