@@ -115,6 +115,30 @@ def test_grouped_mm(offsets, dtype, per_row, amax):
         assert relative_error(out, reference.grouped_mm(activation, weight, offsets)) > 0.02
 
 
+@pytest.mark.parametrize("size", [1e-30, 1e-3, 1.0, 1e30])
+def test_bfloat16_holds_the_rows_before_the_decode_scale(size):
+    rows, _ = w4a4._scaled_rows(torch.randn(64, 256) * torch.logspace(-3, 0, 64)[:, None] * size)
+    assert rows.any(1).all()
+    assert torch.equal(rows.bfloat16().float(), rows)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", list(KERNEL_TOLERANCE))
+def test_gpu_has_the_same_numbers(offsets, dtype):
+    activation, weight, _ = make(dtype, int(offsets[-1]), n=128, k=256)
+    on_gpu = NVFP4Weight(*(tensor.cuda() for tensor in weight.tensors()))
+    out = w4a4.grouped_mm(activation.cuda(), on_gpu, offsets.cuda())
+    assert out.dtype == dtype
+    if len(activation):
+        expected = w4a4.grouped_mm(activation.float(), weight, offsets)
+        assert relative_error(out.cpu(), expected) < max(KERNEL_TOLERANCE[dtype], 1e-3)  # of TF32
+        one = NVFP4Weight(*(tensor[:1] for tensor in weight.tensors()))
+        one_on_gpu = NVFP4Weight(*(tensor[:1] for tensor in on_gpu.tensors()))
+        expected = w4a4.mm(activation.float(), one, torch.arange(128.0))
+        out = w4a4.mm(activation.cuda(), one_on_gpu, torch.arange(128.0, device="cuda"))
+        assert relative_error(out.cpu(), expected) < max(KERNEL_TOLERANCE[dtype], 1e-3)
+
+
 @pytest.mark.parametrize("dtype", list(KERNEL_TOLERANCE))
 def test_grouped_swiglu(offsets, dtype):
     activation, weight, exact = make(dtype, max(int(offsets[-1]), 1))

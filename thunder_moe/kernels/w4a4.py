@@ -1,15 +1,17 @@
-"""nvFuser's W4A4 arithmetic, 4-bit rows times 4-bit weights, in plain torch: what Blackwell computes, on any machine.
+"""nvFuser's W4A4 arithmetic, 4-bit rows times 4-bit weights: what Blackwell computes, on any machine.
 Called by kernels.select under `use_backend("w4a4")`, and by compilers.thunder.nvfuser for constants; calls
-kernels.reference, routing and activations.
+kernels.reference or, for bfloat16 on a GPU, kernels.cuda for the products, routing and activations.
 
-amax of the experts' rows -> encode scale 2688 / amax -> e4m3 scale per 16 values of a row -> e2m1 values -> fp32 GEMM
+amax of the experts' rows -> encode scale 2688 / amax -> e4m3 scale per 16 values of a row -> e2m1 values -> GEMM
 -> times alpha = the weights' global scale / encode scale -> the activation's dtype. Gradients ignore the rounding.
 """
 
 from __future__ import annotations
 
 import functools
+import importlib
 import sys
+from typing import Any
 
 import torch
 
@@ -27,6 +29,7 @@ from thunder_moe.kernels.reference import (  # noqa: F401  (in __all__)
     router,
     unavailable_reason,
 )
+from thunder_moe.kernels.select import runs_on_cuda
 from thunder_moe.routing import combine, gather_rows, live_rows, scale_of_rows
 
 __all__ = ["quantize_rows"]
@@ -79,7 +82,9 @@ def grouped_mm(
 ) -> torch.Tensor:
     """Multiply (M, K) rows sorted by expert, with offsets (E,) of row ends: -> (M, N) in the activation's dtype."""
     rows, decode = _scaled_rows(activation, amax, live_rows(offsets, activation.shape[0]))
-    return (reference.grouped_mm(rows, weight, offsets) * decode).to(activation.dtype)
+    kernels, rows = _kernels_for(rows, activation.dtype)
+    out: torch.Tensor = kernels.grouped_mm(rows, weight, offsets).float() * decode
+    return out.to(activation.dtype)
 
 
 def grouped_swiglu(
@@ -113,7 +118,8 @@ def grouped_mm_combine(
 def mm(activation: torch.Tensor, weight: PackedWeight, bias: torch.Tensor | None = None) -> torch.Tensor:
     """Multiply (M, K) by a weight (1, N, K), plus bias (N,): -> (M, N) in the activation's dtype."""
     rows, decode = _scaled_rows(activation)
-    out = reference.mm(rows, weight) * decode
+    kernels, rows = _kernels_for(rows, activation.dtype)
+    out: torch.Tensor = kernels.mm(rows, weight).float() * decode
     return (out if bias is None else out + bias).to(activation.dtype)
 
 
@@ -123,6 +129,18 @@ def _scaled_rows(
     """Return the values of `quantize_rows` times their block scales, exact in float32, and the decode scale."""
     values, scale, decode = quantize_rows(activation, amax, live)
     return (values.view(*scale.shape, BLOCK_SIZE) * scale.float()[..., None]).flatten(-2), decode
+
+
+def _kernels_for(rows: torch.Tensor, dtype: torch.dtype) -> tuple[Any, torch.Tensor]:
+    """Return the backend that multiplies rows of `_scaled_rows` for activations of a dtype, and the rows as it takes
+    them.
+
+    The rows have 6 significant bits. So bfloat16 holds them, and CUDA kernels for 16-bit rows have the same products;
+    their result is rounded to bfloat16 twice, before and after the decode scale.
+    """
+    if dtype == torch.bfloat16 and runs_on_cuda(rows.device):
+        return importlib.import_module("thunder_moe.kernels.cuda.backend"), rows.to(dtype)
+    return reference, rows
 
 
 def _round_to_e2m1(x: torch.Tensor) -> torch.Tensor:
