@@ -41,7 +41,8 @@ from benchmarks.harness.report import aligned, comma_list, parser, plot_lines, p
 from benchmarks.harness.shapes import PARALLEL_SHAPES, SHAPES, MoEShape
 from thunder_moe import Llama4MoE, quantize_
 from thunder_moe.parallel import ExpertParallel, TensorParallel, expert_load
-from thunder_moe.parallel.exchange import EXCHANGES, Exchange
+from thunder_moe.parallel.exchange import Exchange
+from thunder_moe.parallel.styles import EXCHANGES
 
 STEM = "parallel"
 TOKENS = {"cpu": [1, 32, 256], "cuda": [1, 8, 64, 512, 1024, 2048, 4096, 8192]}
@@ -110,12 +111,15 @@ class _Layers:
         own = everybody[:, rank * tokens : (rank + 1) * tokens].contiguous()
         wanted = self.whole(everybody)
         part = wanted[:, rank * tokens : (rank + 1) * tokens]
+        left_out = {"all_to_all_8bit"}  # "all_to_all", without a recipe
+        if self.device.type != "cuda":
+            left_out.add("symmetric_memory")
         exchanges: dict[str, Exchange] = {
             "exact": EXCHANGES["all_to_all"](self.mesh, self.expert.exchange.experts),
             **{
                 name: make(self.mesh, self.expert.exchange.experts, tokens)
                 for name, make in EXCHANGES.items()
-                if self.device.type == "cuda" or name != "symmetric_memory"
+                if name not in left_out
             },
         }
         candidates: dict[str, tuple[Callable[[], Tensor], Tensor | None]] = {

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
-from oracle import relative_error, trained_linear, trained_mlp
+from oracle import relative_error, round_to_recipe, trained_linear, trained_mlp
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import parallelize_module
@@ -338,3 +338,32 @@ def within(function, *args):
     torch.manual_seed(0)
     torch._dynamo.reset()
     return function(*args)
+
+
+def rows_in_8_bits(recipe, capacity):
+    """Outputs and gradients of experts in bfloat16 whose rows travel in 8 bits: errors beside one process whose rows
+    and gradients of results are rounded before it sees them."""
+    torch.manual_seed(1)
+    whole = GroupedMLP(E, H, FEATURES, recipe=recipe, dtype=torch.bfloat16, device=DEVICE)
+    module = copy.deepcopy(whole)
+    parallelize_module(module, mesh_of("ep"), ExpertParallel(exchange="all_to_all_8bit", capacity=capacity))
+    rank, count = place("ep")[0], 200
+    offsets = torch.tensor([9, 9, 90, 90, 90, 177, 200, 200], dtype=torch.int32, device=DEVICE)
+    rows, scales, factors = (torch.randn(count, *size, device=DEVICE).bfloat16() for size in ((H,), (), (H,)))
+
+    def step(experts, rows, factors, offsets, scales):
+        rows = rows.clone().requires_grad_()
+        out = experts(rows, offsets, scales)
+        (out * factors).float().sum().backward()
+        return out, rows.grad
+
+    rounded = [round_to_recipe(values, recipe).bfloat16() for values in (rows, factors)]
+    wanted = step(whole, *rounded, offsets, scales)
+    mine = slice(0, 0 if rank else count)  # all rows of an expert are of one rank
+    got = step(module, rows[mine], factors[mine], offsets * (rank == 0), scales[mine])
+    pairs = [(a, b[mine]) for a, b in zip(got, wanted, strict=True) if a.numel()]
+    pairs += [
+        (own.grad.full_tensor(), reference.grad)
+        for own, reference in zip(module.parameters(), whole.parameters(), strict=True)
+    ]
+    return [relative_error(a.double().cpu(), b.double().cpu()) for a, b in pairs]

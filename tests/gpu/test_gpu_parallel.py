@@ -47,6 +47,13 @@ def test_layer(run, mesh, exchange, format, also):
             check(run(jobs.run_layer, mesh, exchange, format, tokens, train))
 
 
+@pytest.mark.parametrize("recipe", ["fp8", "mxfp8"])
+@pytest.mark.parametrize("capacity", [None, jobs.ROOM])
+def test_rows_travel_in_8_bits(run, recipe, capacity):
+    for errors in run(jobs.rows_in_8_bits, recipe, capacity):
+        assert max(errors) < 1e-2
+
+
 @pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize("kind", jobs.FORMS)
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed._symmetric_memory as symmetric_memory
 import torch.distributed.checkpoint as dcp
+from oracle import round_to_recipe
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard
@@ -31,7 +32,7 @@ from thunder_moe import (
     prepare_qat_,
     quantize_,
 )
-from thunder_moe.parallel import Exchange, ExpertParallel, Sent, TensorParallel, expert_load
+from thunder_moe.parallel import Exchange, ExpertParallel, Sent, TensorParallel, exchange, expert_load, rows_in_8_bits
 from thunder_moe.parallel.exchange import AllGather, SymmetricMemory
 
 H, FEATURES, E, A = 64, 128, 8, 3
@@ -103,6 +104,7 @@ def experts(kind, quantized=False):
         "mlp, bias": lambda: GroupedMLP(E, H, FEATURES, bias=True),
         "mlp, interleaved": lambda: GroupedMLP(E, H, FEATURES, activation=ScaledSwiGLU(glu_interleave_size=16)),
         "mlp, fp8": lambda: GroupedMLP(E, H, FEATURES, recipe="fp8"),
+        "mlp, mxfp8": lambda: GroupedMLP(E, H, FEATURES, recipe="mxfp8"),
         "mlp, srelu": lambda: GroupedMLP(E, H, FEATURES, activation=ScaledSReLU()),
     }[kind]()
     return packed(module, format=format_of(quantized)) if quantized else module
@@ -210,6 +212,67 @@ def run_experts(meshes, ranks, style, kind, quantized, splits):
             half = reference.grad.unflatten(1, (2, ranks, -1))[:, :, mesh.get_local_rank()].flatten(1, 2)
             errors.append(error(parameter.grad, half))
     return max(errors)
+
+
+def run_rows_in_8_bits(meshes, recipe, capacity, compile_=lambda experts: experts):
+    """The largest error beside one process whose rows, and gradients of results, are rounded before it sees them."""
+    mesh, style = meshes.two, ExpertParallel(exchange="all_to_all_8bit", capacity=capacity)
+    whole = experts(f"mlp, {recipe}" if recipe else "mlp")
+    module = parallelize_module(copy.deepcopy(whole), mesh, style)
+    offsets = torch.tensor([9, 9, 9, 9, 17, 17, 17, 17], dtype=torch.int32)  # all rows of an expert are of one rank
+    rows, scales, factors = torch.randn(17, H), torch.rand(17), torch.randn(17, H)
+    rounded_rows, rounded_factors = (
+        round_to_recipe(values, recipe).float() if recipe else values for values in (rows, factors)
+    )
+
+    def step(experts, rows, factors, offsets, scales):
+        rows, scales = rows.clone().requires_grad_(), scales.clone().requires_grad_()
+        out = experts(rows, offsets, scales)
+        (out * factors).sum().backward()
+        return out, rows.grad, scales.grad
+
+    wanted = step(whole, rounded_rows, rounded_factors, offsets, scales)
+    mine = slice(0, 17) if mesh.get_local_rank() == 0 else slice(0, 0)
+    own = (rows[mine], factors[mine], offsets if mesh.get_local_rank() == 0 else torch.zeros_like(offsets))
+    got = step(compile_(module), *own, scales[mine])
+    errors = [error(a, b[mine]) for a, b in zip(got, wanted, strict=True)]
+    for parameter, reference in zip(module.parameters(), whole.parameters(), strict=True):
+        errors.append(error(parameter.grad.full_tensor(), reference.grad))
+    return max(errors)
+
+
+def opcheck_of_rows_in_8_bits(meshes, recipe):
+    mesh = meshes.two
+    sending, coming = [1, 2], [1 + mesh.get_local_rank()] * 2
+    route = (coming, sending, mesh.get_group().group_name)
+    rows = torch.randn(3, H, requires_grad=True)
+    coded = rows_in_8_bits.encode(torch.randn(sum(coming), H), recipe)
+    for operator, args in {
+        "received_rows": (rows, coded, recipe),
+        "returned_sums": (rows, recipe),
+        "gradients_of_rows": (rows.detach(), recipe),
+    }.items():
+        torch.library.opcheck(getattr(torch.ops.thunder_moe, operator).default, (*args, *route))
+
+
+def bytes_in_8_bits(meshes, recipe):
+    """The bytes of a row in each all-to-all of a layer's forward and backward in bfloat16."""
+    moe = layer(shared=0, dtype=torch.bfloat16)
+    for part in moe.routed_experts.children():
+        part.recipe = recipe
+    moe = parallelize_module(moe, meshes.two, ExpertParallel(exchange="all_to_all_8bit", capacity=8))
+    sent = []
+
+    def counted(all_to_all):
+        return lambda x, *args: (sent.append(x.nbytes // x.shape[0]), all_to_all(x, *args))[1]
+
+    x = torch.randn(1, 8, H).bfloat16().requires_grad_()
+    with (
+        mock.patch.object(exchange, "all_to_all", counted(exchange.all_to_all)),
+        mock.patch.object(rows_in_8_bits, "_all_to_all", counted(rows_in_8_bits._all_to_all)),
+    ):
+        moe(x).float().square().sum().backward()
+    return sent
 
 
 def run_tensor_layer(meshes, ranks, quantized, shared, compile_=lambda moe: moe):

@@ -65,6 +65,10 @@ def test_gradients_are_those_of_one_process(run, compiler, quantized):
     assert max(run(programs.run_training, compiler, quantized)) < EXACT
 
 
+def test_rows_travel_in_8_bits(run):
+    assert max(run(programs.run_training_in_8_bits, "fp8")) < EXACT
+
+
 @pytest.mark.parametrize("compiler", ["torch.compile", JIT])
 def test_a_step_of_an_optimizer_is_noticed(run, compiler):
     assert max(run(programs.run_step, compiler)) < ROUNDED

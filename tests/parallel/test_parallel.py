@@ -49,6 +49,24 @@ def test_experts_with_an_8_bit_recipe(run):
     assert max(run(programs.run_experts, 2, "exact", "mlp, fp8", False, splits)) < TOLERANCE
 
 
+@pytest.mark.parametrize("recipe", ["fp8", "mxfp8", None])
+@pytest.mark.parametrize("capacity", [None, 20])
+def test_rows_travel_in_8_bits(run, recipe, capacity):
+    assert max(run(programs.run_rows_in_8_bits, recipe, capacity)) < TOLERANCE
+
+
+@pytest.mark.parametrize("recipe", ["fp8", "mxfp8"])
+def test_operators_of_rows_in_8_bits(run, recipe):
+    run(programs.opcheck_of_rows_in_8_bits, recipe)
+
+
+@pytest.mark.parametrize(("recipe", "scales"), [("fp8", 4), ("mxfp8", 2)])
+def test_rows_in_8_bits_have_half_the_bytes(run, recipe, scales):
+    rows, coded = 2 * programs.H, programs.H + scales
+    for sent in run(programs.bytes_in_8_bits, recipe):
+        assert sent == [4 * 2 * programs.A, coded, rows, coded, rows]  # the routing is first
+
+
 @pytest.mark.parametrize("quantized", [False, True, "mxfp8"], ids=["float32", "nvfp4", "mxfp8"])
 @pytest.mark.parametrize(("count", "shared"), [(2, 1), (4, 0), (4, 2)])
 def test_tensor_parallel_layer_is_that_of_one_process(run, count, shared, quantized):

@@ -31,6 +31,8 @@ from thunder_moe.kernels.select import training_kernels
 from thunder_moe.ops import combine, route  # noqa: F401  (registers the operators)
 from thunder_moe.ops.operator import is_plain_eager
 
+Recipes = tuple[str | None, str | None]
+
 
 @dataclass
 class Sent:
@@ -45,6 +47,7 @@ class Sent:
         first: the global id of this rank's first expert.
         overflow: int64 scalar, tokens that a rank had no room for; None if there always is room.
         back: the exchange's own data, for `finish`.
+        recipes: of the products that read the rows, and the gradients of the sums.
     """
 
     rows: Any
@@ -55,6 +58,7 @@ class Sent:
     first: int
     overflow: Tensor | None
     back: tuple[Any, ...]
+    recipes: Recipes = (None, None)
 
     def receive_routing(self) -> tuple[Tensor, Tensor | None]:
         """Waits for the routing; returns int32 local expert ids (T', A) and float32 weights (T', A).
@@ -83,6 +87,7 @@ class Exchange:
     """
 
     sums_rows = False  # True if the class implements `send_rows_back`
+    takes_recipes = False  # True if `start` has the argument `recipes`
 
     def __init__(self, mesh: DeviceMesh, experts: int, capacity: int | None = None) -> None:
         self.mesh, self.experts, self.capacity = mesh, experts, capacity
@@ -159,7 +164,9 @@ class AllToAll(Exchange):
         # Only tokens with an expert on this rank arrive: with evenly chosen experts, this share of all tokens.
         return round(self.ranks * (1 - (1 - 1 / self.ranks) ** top_k))
 
-    def start(self, x: Tensor, ids: Tensor, weights: Tensor | None = None, early: Any = None) -> Sent:
+    def start(
+        self, x: Tensor, ids: Tensor, weights: Tensor | None = None, early: Any = None, recipes: Recipes = (None, None)
+    ) -> Sent:
         tokens, top_k = ids.shape
         ranks_R = torch.arange(self.ranks, device=ids.device)
         rank_TR = torch.where(((ids // self.experts)[..., None] == ranks_R).any(1), ranks_R, -1)
@@ -169,7 +176,7 @@ class AllToAll(Exchange):
         rows, routing, overflow = x, self._routing(ids, weights), None
         if self.capacity is None:
             one_each = [1] * self.ranks
-            to_come_R = wait(_all_to_all(counts_R, one_each, one_each, self._group))
+            to_come_R = wait(all_to_all(counts_R, one_each, one_each, self._group))
             sending, coming = _host_sizes(torch.stack([counts_R, to_come_R]))
             total = sum(sending)
             torch._check(total <= row_slot.shape[0])
@@ -192,14 +199,18 @@ class AllToAll(Exchange):
             slot_row = torch.where(fits_TR, position_TR + ranks_R * room, -1).int()
             ends_R = (ranks_R + 1).int() * room
         # The routing goes first: ids are sorted while the tokens travel.
-        routing = _all_to_all(routing, coming, sending, self._group)
-        sent = _all_to_all(rows, coming, sending, self._group)
+        routing = all_to_all(routing, coming, sending, self._group)
+        sent = self.send_rows(rows, coming, sending, recipes[0])
         back = (slot_row, ends_R, coming, sending)
-        return Sent(sent, routing, top_k, weights is not None, tokens, self.first, overflow, back)
+        return Sent(sent, routing, top_k, weights is not None, tokens, self.first, overflow, back, recipes)
+
+    def send_rows(self, rows: Tensor, coming: list[int], sending: list[int], recipe: str | None) -> Any:
+        """Starts to send rows; returns what `wait` takes."""
+        return all_to_all(rows, coming, sending, self._group)
 
     def send_back(self, sums: Tensor, sent: Sent) -> Any:
         *_, coming, sending = sent.back
-        return _all_to_all(sums, sending, coming, self._group)
+        return all_to_all(sums, sending, coming, self._group)
 
     def finish(self, returned: Any, sent: Sent) -> Tensor:
         slot_row, ends, *_ = sent.back
@@ -309,7 +320,6 @@ def _empty_of_all(x: Tensor, ranks: int, group_name: str) -> Tensor:
 
 
 _symmetric_all_gather.register_fake(_empty_of_all)
-EXCHANGES: dict[str, type[Exchange]] = dict(all_to_all=AllToAll, all_gather=AllGather, symmetric_memory=SymmetricMemory)
 
 
 def _host_sizes(sizes: Tensor) -> list[list[int]]:
@@ -327,10 +337,11 @@ def _padded(x: Tensor, rows: int, value: float = 0.0) -> Tensor:
 
 def wait(tensor: Any) -> Tensor:
     """Wait for a collective, and return its plain tensor. A result with a gradient waits at its first use instead."""
-    if isinstance(tensor, _RunningCollective):
-        return tensor.wait()
-    runs = isinstance(tensor, collectives.AsyncCollectiveTensor) and not tensor.requires_grad
-    return tensor.wait() if runs else tensor
+    is_plain = isinstance(tensor, Tensor) and not isinstance(tensor, collectives.AsyncCollectiveTensor)
+    if is_plain or (isinstance(tensor, Tensor) and tensor.requires_grad):
+        return tensor
+    waited: Tensor = tensor.wait()
+    return waited
 
 
 def _async_tensor(tensor: Tensor) -> Tensor:
@@ -352,7 +363,8 @@ class _RunningCollective:
         return self.tensor
 
 
-def _all_to_all(x: Tensor, coming: list[int], sending: list[int], group: Any) -> Any:
+def all_to_all(x: Tensor, coming: list[int], sending: list[int], group: Any) -> Any:
+    """Start to exchange rows; `wait` for the result."""
     if is_plain_eager(x):  # takes a third of the host time of a functional collective
         out = x.new_empty(sum(coming), *x.shape[1:])
         return _RunningCollective(
@@ -386,7 +398,7 @@ def _reduce_scatter(x: Tensor, group: Any) -> Tensor:
 def _cpu_all_gather(x: Tensor, ranks: int, group_name: str) -> Tensor:
     """Return the rows of all ranks, (T, ...) -> (ranks * T, ...); differentiable."""
     out = _empty_of_all(x, ranks, group_name)
-    _collective(dist, "all_gather_into_tensor")(out, x, _process_group(group_name))
+    _collective(dist, "all_gather_into_tensor")(out, x, process_group(group_name))
     return out
 
 
@@ -394,7 +406,7 @@ def _cpu_all_gather(x: Tensor, ranks: int, group_name: str) -> Tensor:
 def _cpu_reduce_scatter(x: Tensor, ranks: int, group_name: str) -> Tensor:
     """Return this rank's rows of the sum over the ranks, (ranks * T, ...) -> (T, ...); differentiable."""
     out = _empty_of_one(x, ranks, group_name)
-    _collective(dist, "reduce_scatter_tensor")(out, x, group=_process_group(group_name))
+    _collective(dist, "reduce_scatter_tensor")(out, x, group=process_group(group_name))
     return out
 
 
@@ -402,7 +414,8 @@ def _empty_of_one(x: Tensor, ranks: int, group_name: str) -> Tensor:
     return x.new_empty(x.shape[0] // ranks, *x.shape[1:])
 
 
-def _process_group(name: str) -> Any:
+def process_group(name: str) -> Any:
+    """Return the group of a name."""
     private: Any = dist.distributed_c10d
     return private._resolve_process_group(name)
 

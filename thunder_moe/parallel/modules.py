@@ -87,7 +87,7 @@ def exchange_rows(experts: Any, x: Tensor, offsets: Tensor, scales: Tensor | Non
         check_offset_values(offsets, x.shape[0], "x")
     _refuse_broadcast(experts, exchange.mesh)
     expert_M = torch.where(live_rows(offsets, x.shape[0])[:, 0], expert_of_row(offsets, x.shape[0]), -1)
-    sent = exchange.start(x, expert_M[:, None], None if scales is None else scales[:, None])
+    sent = _start(exchange, experts, x, expert_M[:, None], None if scales is None else scales[:, None])
     ids, weights = sent.receive_routing()
     row_slot, ends, slot_row = torch.ops.thunder_moe.moe_route(ids, exchange.experts)
     record(experts, ends, sent.overflow)
@@ -97,6 +97,18 @@ def exchange_rows(experts: Any, x: Tensor, offsets: Tensor, scales: Tensor | Non
         scales = weights[:, 0].index_select(0, order).to(scales.dtype)
     out = _run_rows(experts, rows.index_select(0, order), ends, scales)
     return exchange.combine(torch.ops.thunder_moe.moe_combine(out, ends, slot_row), sent)
+
+
+def _start(exchange: Exchange, experts: nn.Module, *args: Any) -> Sent:
+    """Start an exchange, with the 8-bit recipes of the experts' first and last products if it takes them."""
+    if not exchange.takes_recipes:
+        return exchange.start(*args)
+    of_linear = {name: getattr(part, "recipe", None) for name, part in experts.named_children() if "_proj" in name}
+    last = of_linear.pop("down_proj")
+    first = set(of_linear.values())
+    takes: Any = exchange
+    sent: Sent = takes.start(*args, recipes=(first.pop() if len(first) == 1 else None, last))
+    return sent
 
 
 def _layer_forward(moe: Any, hidden_states: Tensor) -> Tensor:
@@ -126,7 +138,7 @@ def exchange_layer(moe: Any, x_TH: Tensor, logits: Callable[[], Tensor]) -> Tens
         logits(), top_k=moe.top_k, score="sigmoid", normalize=False, scores_dtype=torch.float32
     )
     chosen = (t.tensor_split(moe.chunks) for t in (ids_TA, scores_TA))
-    all_sent = [exchange.start(*part) for part in zip(rows, *chosen, early, strict=True)]
+    all_sent = [_start(exchange, moe.routed_experts, *part) for part in zip(rows, *chosen, early, strict=True)]
     shared_TH = None if moe.shared_expert is None else moe.shared_expert(x_TH)
     # The experts of a chunk run while the next chunk and the sums of the last one travel.
     returned = [_send_back(moe, exchange, sent) for sent in all_sent]

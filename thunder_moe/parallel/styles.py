@@ -13,12 +13,20 @@ from torch.distributed.tensor.parallel import ParallelStyle
 
 from thunder_moe.nn import Llama4MoE, NVFP4GroupedSwiGLU
 from thunder_moe.nn.grouped_linear import require_at_least
-from thunder_moe.parallel.exchange import EXCHANGES, Exchange
+from thunder_moe.parallel.exchange import AllGather, AllToAll, Exchange, SymmetricMemory
 from thunder_moe.parallel.load import add_buffers
 from thunder_moe.parallel.modules import PARALLEL, make_parallel
+from thunder_moe.parallel.rows_in_8_bits import AllToAll8Bit
 from thunder_moe.parallel.shards import WeightSharding, check_sharding, shard_weight_
 from thunder_moe.training import GroupedMLP, NVFP4GroupedMLP
 from thunder_moe.training.grouped_mlp import own_form
+
+EXCHANGES: dict[str, type[Exchange]] = {
+    "all_to_all": AllToAll,
+    "all_to_all_8bit": AllToAll8Bit,
+    "all_gather": AllGather,
+    "symmetric_memory": SymmetricMemory,
+}
 
 
 class ExpertParallel(ParallelStyle):
@@ -35,7 +43,9 @@ class ExpertParallel(ParallelStyle):
     ranks. Packed weights stay plain buffers in their layout; the state dict has DTensors of them in layout "linear".
 
     Args:
-        exchange: "all_to_all": a token goes once to each rank that has one of its experts. "all_gather": all tokens go
+        exchange: "all_to_all": a token goes once to each rank that has one of its experts. "all_to_all_8bit": the same,
+            where tokens travel in the numbers of the experts' 8-bit recipe, and in the backward the gradients of the
+            results do; without a recipe as "all_to_all". "all_gather": all tokens go
             to all ranks, by an all-gather and a reduce-scatter (`Llama4MoE` alone). "symmetric_memory": all tokens go
             to all ranks, by copies between GPUs that can read each other's memory (CUDA, inference, `Llama4MoE`
             alone). Or a subclass of `Exchange`.
@@ -74,10 +84,12 @@ class ExpertParallel(ParallelStyle):
         both = device_mesh.ndim == 2
         _check_module(module, "ExpertParallel", device_mesh, 2)
         experts: Any = module.routed_experts if isinstance(module, Llama4MoE) else module
-        for name, value, plain in (("exchange", self.exchange, "all_to_all"), ("chunks", self.chunks, 1)):
-            if value != plain and experts is module:
+        known = ("all_to_all", "all_to_all_8bit")
+        for name, value, plain in (("exchange", self.exchange, known), ("chunks", self.chunks, (1,))):
+            if value not in plain and experts is module:
+                wanted = " or ".join(map(repr, plain))
                 raise ValueError(
-                    f"{name}: got {value!r} for a {type(module).__name__}, whose rows are sorted; wanted {plain!r}"
+                    f"{name}: got {value!r} for a {type(module).__name__}, whose rows are sorted; wanted {wanted}"
                 )
         mesh, features = device_mesh, None
         if both:

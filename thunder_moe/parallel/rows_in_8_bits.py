@@ -1,0 +1,136 @@
+"""Rows that travel in the numbers of an 8-bit recipe: `AllToAll8Bit`, the exchange "all_to_all_8bit".
+Called by parallel.styles and, as an exchange, by parallel.modules; calls parallel.exchange, kernels.recipes and
+formats.mxfp8.
+
+    forward    rows (T, H) -> bytes (T, H + S) -> all-to-all -> rows of the same numbers; sums go back in 16 bits
+    backward   the sums' gradients travel in 8 bits likewise, the rows' gradients go back in 16 bits
+
+A row's codes are followed by its scales: one float32 with "fp8", a byte for each 32 numbers with "mxfp8".
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+from thunder_moe.formats.mxfp8 import BLOCK_SIZE, powers_of_two, quantize_rows
+from thunder_moe.kernels import recipes
+from thunder_moe.parallel import exchange as plain
+
+
+def encode(rows: Tensor, recipe: str) -> Tensor:
+    """Round rows (T, H) as the product that reads them does: -> uint8 (T, H + S), codes and then scales."""
+    if recipe == "fp8":
+        numbers, scale = recipes.quantize(rows, recipe)
+        assert scale is not None
+        codes, scales = numbers.to(torch.float8_e4m3fn), scale[:, None].view(torch.uint8)
+    else:
+        codes, scales = quantize_rows(F.pad(rows, (0, -rows.shape[1] % BLOCK_SIZE)))
+    return torch.cat([codes[:, : rows.shape[1]].view(torch.uint8), scales], 1)
+
+
+def decode(coded: Tensor, recipe: str, features: int, dtype: torch.dtype) -> Tensor:
+    """Return the rows (T, H) of `encode`, in a dtype."""
+    codes, scales = coded.split([features, coded.shape[1] - features], 1)
+    numbers = codes.contiguous().view(torch.float8_e4m3fn).float()
+    if recipe == "fp8":
+        return (numbers * scales.contiguous().view(torch.float32)).to(dtype)
+    return (numbers * powers_of_two(scales).repeat_interleave(BLOCK_SIZE, 1)[:, :features]).to(dtype)
+
+
+@dataclass
+class _Coded:
+    """Rows of `encode` that may still travel; `parallel.exchange.wait` calls `wait`."""
+
+    rows: Tensor
+    running: Any
+    recipe: str
+    route: tuple[list[int], list[int], str]
+
+    def wait(self) -> Tensor:
+        """Return the received rows, whose gradient goes back to the sent ones."""
+        coded = plain.wait(self.running)
+        return torch.ops.thunder_moe.received_rows(self.rows, coded, self.recipe, *self.route)
+
+
+class AllToAll8Bit(plain.AllToAll):
+    """`AllToAll` whose rows, and gradients of sums, travel as the experts' recipe rounds them."""
+
+    takes_recipes = True
+
+    def send_rows(self, rows: Tensor, coming: list[int], sending: list[int], recipe: str | None) -> Any:
+        if recipe is None:
+            return super().send_rows(rows, coming, sending, None)
+        running = plain.all_to_all(encode(rows.detach(), recipe), coming, sending, self._group)
+        return _Coded(rows, running, recipe, (coming, sending, self._group.group_name))
+
+    def send_back(self, sums: Tensor, sent: plain.Sent) -> Any:
+        *_, coming, sending = sent.back
+        if sent.recipes[1] is None or not (torch.is_grad_enabled() and sums.requires_grad):
+            return super().send_back(sums, sent)
+        return torch.ops.thunder_moe.returned_sums(sums, sent.recipes[1], sending, coming, self._group.group_name)
+
+
+def _all_to_all(x: Tensor, coming: list[int], sending: list[int], group_name: str) -> Tensor:
+    out = x.new_empty(sum(coming), x.shape[1])
+    dist.all_to_all_single(out, x.contiguous(), coming, sending, plain.process_group(group_name))
+    return out
+
+
+@torch.library.custom_op("thunder_moe::received_rows", mutates_args=())
+def _received_rows(
+    rows: Tensor, coded: Tensor, recipe: str, coming: list[int], sending: list[int], group_name: str
+) -> Tensor:
+    """Return the rows (T', H) that have arrived coded; differentiable in the rows (T, H) that were sent."""
+    return decode(coded, recipe, rows.shape[1], rows.dtype)
+
+
+@torch.library.custom_op("thunder_moe::returned_sums", mutates_args=())
+def _returned_sums(sums: Tensor, recipe: str, coming: list[int], sending: list[int], group_name: str) -> Tensor:
+    """Send sums to the ranks of their tokens, as they are; their gradients come back in 8 bits."""
+    return _all_to_all(sums, coming, sending, group_name)
+
+
+@torch.library.custom_op("thunder_moe::gradients_of_rows", mutates_args=())
+def _gradients_of_rows(
+    grad: Tensor, recipe: str | None, coming: list[int], sending: list[int], group_name: str
+) -> Tensor:
+    """Send gradients, in 8 bits if there is a recipe; no double backward."""
+    if recipe is None:
+        return _all_to_all(grad, coming, sending, group_name)
+    coded = _all_to_all(encode(grad, recipe), coming, sending, group_name)
+    return decode(coded, recipe, grad.shape[1], grad.dtype)
+
+
+@_received_rows.register_fake
+def _(rows: Tensor, coded: Tensor, *_: Any) -> Tensor:
+    return rows.new_empty(coded.shape[0], rows.shape[1])
+
+
+@_returned_sums.register_fake
+@_gradients_of_rows.register_fake
+def _(x: Tensor, recipe: str | None, coming: list[int], *_: Any) -> Tensor:
+    return x.new_empty(sum(coming), x.shape[1])
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    *_, ctx.recipe, ctx.coming, ctx.sending, ctx.group_name = inputs
+
+
+def _backward_of_received(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+    back = torch.ops.thunder_moe.gradients_of_rows(grad, None, ctx.sending, ctx.coming, ctx.group_name)
+    return back, None, None, None, None, None
+
+
+def _backward_of_returned(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+    back = torch.ops.thunder_moe.gradients_of_rows(grad, ctx.recipe, ctx.sending, ctx.coming, ctx.group_name)
+    return back, None, None, None, None
+
+
+_received_rows.register_autograd(_backward_of_received, setup_context=_setup_context)
+_returned_sums.register_autograd(_backward_of_returned, setup_context=_setup_context)
