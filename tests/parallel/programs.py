@@ -253,6 +253,8 @@ def opcheck_of_rows_in_8_bits(meshes, recipe):
         "gradients_of_rows": (rows.detach(), recipe),
     }.items():
         torch.library.opcheck(getattr(torch.ops.thunder_moe, operator).default, (*args, *route))
+    for features in (H, 40):
+        torch.library.opcheck(torch.ops.thunder_moe.coded_rows.default, (torch.randn(3, features), recipe))
 
 
 def bytes_in_8_bits(meshes, recipe):

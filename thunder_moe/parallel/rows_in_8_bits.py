@@ -1,5 +1,5 @@
 """Rows that travel in the numbers of an 8-bit recipe: `AllToAll8Bit`, the exchange "all_to_all_8bit".
-Called by parallel.styles and, as an exchange, by parallel.modules; calls parallel.exchange, kernels.recipes and
+Called by parallel.styles and, as an exchange, by parallel.modules; calls parallel.exchange, kernels.select and
 formats.mxfp8.
 
     forward    rows (T, H) -> bytes (T, H + S) -> all-to-all -> rows of the same numbers; sums go back in 16 bits
@@ -19,28 +19,40 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from thunder_moe.formats.mxfp8 import BLOCK_SIZE, powers_of_two, quantize_rows
-from thunder_moe.kernels import recipes
+from thunder_moe.kernels.select import training_kernels
 from thunder_moe.parallel import exchange as plain
 
 
+@torch.library.custom_op("thunder_moe::coded_rows", mutates_args=())
 def encode(rows: Tensor, recipe: str) -> Tensor:
     """Round rows (T, H) as the product that reads them does: -> uint8 (T, H + S), codes and then scales."""
+    features = rows.shape[1]
     if recipe == "fp8":
-        numbers, scale = recipes.quantize(rows, recipe)
-        assert scale is not None
-        codes, scales = numbers.to(torch.float8_e4m3fn), scale[:, None].view(torch.uint8)
+        codes, scale = training_kernels(rows.device).quantize(rows, recipe)
+        scales = scale[:, None].view(torch.uint8)
     else:
-        codes, scales = quantize_rows(F.pad(rows, (0, -rows.shape[1] % BLOCK_SIZE)))
-    return torch.cat([codes[:, : rows.shape[1]].view(torch.uint8), scales], 1)
+        codes, scales = quantize_rows(F.pad(rows, (0, -features % BLOCK_SIZE)))
+    coded = torch.empty(len(rows), features + scales.shape[1], dtype=torch.uint8, device=rows.device)
+    coded[:, :features].view(torch.float8_e4m3fn).copy_(codes[:, :features])
+    coded[:, features:].copy_(scales)
+    return coded
+
+
+@encode.register_fake
+def _(rows: Tensor, recipe: str) -> Tensor:
+    scales = 4 if recipe == "fp8" else -(-rows.shape[1] // BLOCK_SIZE)
+    return rows.new_empty(rows.shape[0], rows.shape[1] + scales, dtype=torch.uint8)
 
 
 def decode(coded: Tensor, recipe: str, features: int, dtype: torch.dtype) -> Tensor:
     """Return the rows (T, H) of `encode`, in a dtype."""
-    codes, scales = coded.split([features, coded.shape[1] - features], 1)
-    numbers = codes.contiguous().view(torch.float8_e4m3fn).float()
+    codes, scales = coded[:, :features].view(torch.float8_e4m3fn), coded[:, features:]
     if recipe == "fp8":
-        return (numbers * scales.contiguous().view(torch.float32)).to(dtype)
-    return (numbers * powers_of_two(scales).repeat_interleave(BLOCK_SIZE, 1)[:, :features]).to(dtype)
+        factors = scales.contiguous().view(torch.float32)
+    else:
+        factors = powers_of_two(scales).repeat_interleave(BLOCK_SIZE, 1)[:, :features]
+    out = torch.empty(codes.shape, dtype=dtype, device=coded.device)
+    return torch.mul(codes.to(dtype), factors, out=out)  # in float32, rounded once
 
 
 @dataclass
@@ -66,7 +78,9 @@ class AllToAll8Bit(plain.AllToAll):
     def send_rows(self, rows: Tensor, coming: list[int], sending: list[int], recipe: str | None) -> Any:
         if recipe is None:
             return super().send_rows(rows, coming, sending, None)
-        running = plain.all_to_all(encode(rows.detach(), recipe), coming, sending, self._group)
+        running = plain.all_to_all(
+            torch.ops.thunder_moe.coded_rows(rows.detach(), recipe), coming, sending, self._group
+        )
         return _Coded(rows, running, recipe, (coming, sending, self._group.group_name))
 
     def send_back(self, sums: Tensor, sent: plain.Sent) -> Any:
