@@ -246,9 +246,9 @@ def opcheck_of_rows_in_8_bits(meshes, recipe):
     sending, coming = [1, 2], [1 + mesh.get_local_rank()] * 2
     route = (coming, sending, mesh.get_group().group_name)
     rows = torch.randn(3, H, requires_grad=True)
-    coded = rows_in_8_bits.encode(torch.randn(sum(coming), H), recipe)
+    codes, scales = rows_in_8_bits.encode(torch.randn(sum(coming), H), recipe)
     for operator, args in {
-        "received_rows": (rows, coded, recipe),
+        "received_rows": (rows, codes, scales),
         "returned_sums": (rows, recipe),
         "gradients_of_rows": (rows.detach(), recipe),
     }.items():

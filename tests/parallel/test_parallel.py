@@ -62,9 +62,9 @@ def test_operators_of_rows_in_8_bits(run, recipe):
 
 @pytest.mark.parametrize(("recipe", "scales"), [("fp8", 4), ("mxfp8", 2)])
 def test_rows_in_8_bits_have_half_the_bytes(run, recipe, scales):
-    rows, coded = 2 * programs.H, programs.H + scales
+    rows, codes = 2 * programs.H, programs.H
     for sent in run(programs.bytes_in_8_bits, recipe):
-        assert sent == [4 * 2 * programs.A, coded, rows, coded, rows]  # the routing is first
+        assert sent == [4 * 2 * programs.A, codes, scales, rows, codes, scales, rows]  # the routing is first
 
 
 @pytest.mark.parametrize("quantized", [False, True, "mxfp8"], ids=["float32", "nvfp4", "mxfp8"])

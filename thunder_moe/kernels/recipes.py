@@ -48,6 +48,13 @@ def quantize(values: Tensor, recipe: str) -> Quantized:
     return (wide * (1.0 / scale)[..., None]).to(torch.float8_e4m3fn).float(), scale
 
 
+def quantize_codes(values: Tensor) -> tuple[Tensor, Tensor]:
+    """Round (..., K) along K, by "fp8": -> float8_e4m3fn (..., K), and float32 scales (...)."""
+    numbers, scale = quantize(values, "fp8")
+    assert scale is not None
+    return numbers.to(torch.float8_e4m3fn), scale
+
+
 def fp8_scale(amax: Tensor) -> Tensor:
     """Return the scale of numbers with a largest magnitude: a multiplication, which rounds alike on all devices."""
     return amax.clamp_min(LEAST_AMAX) * (1.0 / 448.0)

@@ -20,7 +20,7 @@ from torch import Tensor
 from thunder_moe.activations import SwiGLUConfig
 from thunder_moe.formats.weight import NVFP4Weight
 from thunder_moe.kernels.batch_invariance import by_rows, is_batch_invariant
-from thunder_moe.kernels.recipes import QuantizedProducts, quantize, quantize_columns
+from thunder_moe.kernels.recipes import QuantizedProducts, quantize, quantize_codes, quantize_columns
 from thunder_moe.kernels.reference import combine
 from thunder_moe.kernels.select import select
 from thunder_moe.routing import expert_of_row, gather_rows, live_rows, row_groups
@@ -37,6 +37,7 @@ __all__ = [
     "grouped_mm_low_rank",
     "grouped_mm_low_rank_dgrad",
     "quantize",
+    "quantize_codes",
     "quantize_columns",
     "quantized_products",
     "scaled_activation",

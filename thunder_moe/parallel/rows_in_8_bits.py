@@ -2,10 +2,10 @@
 Called by parallel.styles and, as an exchange, by parallel.modules; calls parallel.exchange, kernels.select and
 formats.mxfp8.
 
-    forward    rows (T, H) -> bytes (T, H + S) -> all-to-all -> rows of the same numbers; sums go back in 16 bits
+    forward    rows (T, H) -> codes and scales -> all-to-all -> rows of the same numbers; sums go back in 16 bits
     backward   the sums' gradients travel in 8 bits likewise, the rows' gradients go back in 16 bits
 
-A row's codes are followed by its scales: one float32 with "fp8", a byte for each 32 numbers with "mxfp8".
+A row has one float32 scale with "fp8", and with "mxfp8" a byte for each 32 numbers.
 """
 
 from __future__ import annotations
@@ -24,35 +24,27 @@ from thunder_moe.parallel import exchange as plain
 
 
 @torch.library.custom_op("thunder_moe::coded_rows", mutates_args=())
-def encode(rows: Tensor, recipe: str) -> Tensor:
-    """Round rows (T, H) as the product that reads them does: -> uint8 (T, H + S), codes and then scales."""
-    features = rows.shape[1]
+def encode(rows: Tensor, recipe: str) -> tuple[Tensor, Tensor]:
+    """Round rows (T, H) as the product that reads them does: -> uint8 codes of E4M3 (T, H), and scales (T, S)."""
     if recipe == "fp8":
-        codes, scale = training_kernels(rows.device).quantize(rows, recipe)
-        scales = scale[:, None].view(torch.uint8)
-    else:
-        codes, scales = quantize_rows(F.pad(rows, (0, -features % BLOCK_SIZE)))
-    coded = torch.empty(len(rows), features + scales.shape[1], dtype=torch.uint8, device=rows.device)
-    coded[:, :features].view(torch.float8_e4m3fn).copy_(codes[:, :features])
-    coded[:, features:].copy_(scales)
-    return coded
+        codes, scale = training_kernels(rows.device).quantize_codes(rows)
+        return codes.contiguous().view(torch.uint8), scale[:, None]
+    codes, scales = quantize_rows(F.pad(rows, (0, -rows.shape[1] % BLOCK_SIZE)))
+    return codes[:, : rows.shape[1]].contiguous().view(torch.uint8), scales
 
 
 @encode.register_fake
-def _(rows: Tensor, recipe: str) -> Tensor:
-    scales = 4 if recipe == "fp8" else -(-rows.shape[1] // BLOCK_SIZE)
-    return rows.new_empty(rows.shape[0], rows.shape[1] + scales, dtype=torch.uint8)
+def _(rows: Tensor, recipe: str) -> tuple[Tensor, Tensor]:
+    count, dtype = (1, torch.float32) if recipe == "fp8" else (-(-rows.shape[1] // BLOCK_SIZE), torch.uint8)
+    return rows.new_empty(rows.shape, dtype=torch.uint8), rows.new_empty(rows.shape[0], count, dtype=dtype)
 
 
-def decode(coded: Tensor, recipe: str, features: int, dtype: torch.dtype) -> Tensor:
+def decode(codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
     """Return the rows (T, H) of `encode`, in a dtype."""
-    codes, scales = coded[:, :features].view(torch.float8_e4m3fn), coded[:, features:]
-    if recipe == "fp8":
-        factors = scales.contiguous().view(torch.float32)
-    else:
-        factors = powers_of_two(scales).repeat_interleave(BLOCK_SIZE, 1)[:, :features]
-    out = torch.empty(codes.shape, dtype=dtype, device=coded.device)
-    return torch.mul(codes.to(dtype), factors, out=out)  # in float32, rounded once
+    if scales.dtype == torch.uint8:
+        scales = powers_of_two(scales).repeat_interleave(BLOCK_SIZE, 1)[:, : codes.shape[1]]
+    numbers = codes.view(torch.float8_e4m3fn).to(dtype)
+    return torch.mul(numbers, scales, out=torch.empty_like(numbers))  # in float32, rounded once
 
 
 @dataclass
@@ -60,14 +52,14 @@ class _Coded:
     """Rows of `encode` that may still travel; `parallel.exchange.wait` calls `wait`."""
 
     rows: Tensor
-    running: Any
-    recipe: str
+    codes: Any
+    scales: Any
     route: tuple[list[int], list[int], str]
 
     def wait(self) -> Tensor:
         """Return the received rows, whose gradient goes back to the sent ones."""
-        coded = plain.wait(self.running)
-        return torch.ops.thunder_moe.received_rows(self.rows, coded, self.recipe, *self.route)
+        coded = plain.wait(self.codes), plain.wait(self.scales)
+        return torch.ops.thunder_moe.received_rows(self.rows, *coded, *self.route)
 
 
 class AllToAll8Bit(plain.AllToAll):
@@ -78,10 +70,9 @@ class AllToAll8Bit(plain.AllToAll):
     def send_rows(self, rows: Tensor, coming: list[int], sending: list[int], recipe: str | None) -> Any:
         if recipe is None:
             return super().send_rows(rows, coming, sending, None)
-        running = plain.all_to_all(
-            torch.ops.thunder_moe.coded_rows(rows.detach(), recipe), coming, sending, self._group
-        )
-        return _Coded(rows, running, recipe, (coming, sending, self._group.group_name))
+        coded = torch.ops.thunder_moe.coded_rows(rows.detach(), recipe)
+        codes, scales = (plain.all_to_all(part, coming, sending, self._group) for part in coded)
+        return _Coded(rows, codes, scales, (coming, sending, self._group.group_name))
 
     def send_back(self, sums: Tensor, sent: plain.Sent) -> Any:
         *_, coming, sending = sent.back
@@ -98,10 +89,10 @@ def _all_to_all(x: Tensor, coming: list[int], sending: list[int], group_name: st
 
 @torch.library.custom_op("thunder_moe::received_rows", mutates_args=())
 def _received_rows(
-    rows: Tensor, coded: Tensor, recipe: str, coming: list[int], sending: list[int], group_name: str
+    rows: Tensor, codes: Tensor, scales: Tensor, coming: list[int], sending: list[int], group_name: str
 ) -> Tensor:
     """Return the rows (T', H) that have arrived coded; differentiable in the rows (T, H) that were sent."""
-    return decode(coded, recipe, rows.shape[1], rows.dtype)
+    return decode(codes, scales, rows.dtype)
 
 
 @torch.library.custom_op("thunder_moe::returned_sums", mutates_args=())
@@ -117,13 +108,13 @@ def _gradients_of_rows(
     """Send gradients, in 8 bits if there is a recipe; no double backward."""
     if recipe is None:
         return _all_to_all(grad, coming, sending, group_name)
-    coded = _all_to_all(encode(grad, recipe), coming, sending, group_name)
-    return decode(coded, recipe, grad.shape[1], grad.dtype)
+    codes, scales = (_all_to_all(part, coming, sending, group_name) for part in encode(grad, recipe))
+    return decode(codes, scales, grad.dtype)
 
 
 @_received_rows.register_fake
-def _(rows: Tensor, coded: Tensor, *_: Any) -> Tensor:
-    return rows.new_empty(coded.shape[0], rows.shape[1])
+def _(rows: Tensor, codes: Tensor, *_: Any) -> Tensor:
+    return rows.new_empty(codes.shape)
 
 
 @_returned_sums.register_fake
@@ -133,7 +124,11 @@ def _(x: Tensor, recipe: str | None, coming: list[int], *_: Any) -> Tensor:
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    *_, ctx.recipe, ctx.coming, ctx.sending, ctx.group_name = inputs
+    *_, ctx.coming, ctx.sending, ctx.group_name = inputs
+
+
+def _setup_context_of_returned(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    _, ctx.recipe, ctx.coming, ctx.sending, ctx.group_name = inputs
 
 
 def _backward_of_received(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
@@ -147,4 +142,4 @@ def _backward_of_returned(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
 
 
 _received_rows.register_autograd(_backward_of_received, setup_context=_setup_context)
-_returned_sums.register_autograd(_backward_of_returned, setup_context=_setup_context)
+_returned_sums.register_autograd(_backward_of_returned, setup_context=_setup_context_of_returned)

@@ -34,7 +34,7 @@ from thunder_moe.kernels.cuda.configs import COMMON
 from thunder_moe.kernels.cuda.launch import launch
 from thunder_moe.kernels.cuda.nvrtc import instance
 from thunder_moe.kernels.cuda.operands import aligned, target
-from thunder_moe.kernels.cuda.recipes import CudaProducts, quantize, quantize_columns  # noqa: F401  (in __all__)
+from thunder_moe.kernels.cuda.recipes import CudaProducts, quantize, quantize_codes, quantize_columns  # noqa: F401  (in __all__)
 from thunder_moe.kernels.select import select
 from thunder_moe.kernels.specs import LinearSpec
 from thunder_moe.routing import gather_rows
