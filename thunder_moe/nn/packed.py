@@ -359,12 +359,15 @@ class PackedModule(AdaptableLinear):
             "scale" in given or "qdata" not in given
         )
         if assign and whole:
-            self._fit_device(device)
+            self._fit_device(device, self.qdata.device)
 
     @alone
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> PackedModule:
         # `to(dtype)` must not cast the format's own tensors, and tied modules must stay tied: move each in place.
         before, moved_to = self.qdata.device, {}
+        target = fn(torch.empty(0, device=before)).device
+        if (before.type, target.type) == ("cuda", "cpu"):
+            self._fit_device(before, target)  # a CPU takes seconds for what a GPU does in milliseconds
         own = [id(getattr(self, field)) for field in self.format.fields]
         parent: Any = super()
         parent._apply(lambda tensor: tensor if id(tensor) in own else fn(tensor), recurse)  # others of a subclass
@@ -379,7 +382,7 @@ class PackedModule(AdaptableLinear):
         self._replace(moved_to)
         empty = partial(torch.empty, 0, device=self.qdata.device)
         self.weight_dtypes = tuple(fn(empty(dtype=dtype)).dtype for dtype in self.weight_dtypes)
-        self._fit_device(before)
+        self._fit_device(before, self.qdata.device)
         return self
 
     @alone
@@ -407,9 +410,9 @@ class PackedModule(AdaptableLinear):
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in vars(self).items() if name != "_place"}
 
-    def _fit_device(self, before: torch.device) -> None:
-        """Convert the weights to the layout of the device that they were moved to; warn if a fixed layout is slow."""
-        device, layout, sizes = self.qdata.device, self.layout, (self.out_features, self.in_features)
+    def _fit_device(self, before: torch.device, device: torch.device) -> None:
+        """Convert the weights to the layout of the device that they move to; warn if a fixed layout is slow."""
+        layout, sizes = self.layout, (self.out_features, self.in_features)
         if device.type == "meta":
             return
         if self.auto_layout:
