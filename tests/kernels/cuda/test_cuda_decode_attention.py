@@ -20,7 +20,8 @@ SPLITS = (1, 2, 8, 16)
 FAST = [("qwen3", 8, torch.float16), ("16 heads a key", 2, torch.bfloat16), ("first token", 1, torch.bfloat16)]
 OTHERS = [
     ("mixtral", 2, torch.float16),
-    ("llama 4, no embedding", 16, torch.bfloat16),  # of two heads: 16 blocks share each head's keys
+    ("llama 4, no embedding", 8, torch.bfloat16),
+    ("16 heads a key", 16, torch.bfloat16),
     ("one head, no mask", 1, torch.float16),
     ("batch", 2, torch.bfloat16),
 ]
