@@ -414,7 +414,7 @@ def test_gradients_of_a_tensor_and_its_detached_alias(trained):
 
 
 @pytest.mark.parametrize(
-    "device", [pytest.param("cpu", marks=pytest.mark.slow), pytest.param("cuda", marks=pytest.mark.gpu)]
+    "device", [*others_slow(["cpu"], exhaustive=True), pytest.param("cuda", marks=pytest.mark.gpu)]
 )
 def test_decode_steps_with_4_bit_dense_layers(device):
     """q, k and v are parts of one GEMM's result; on CUDA, torch.compile would put norms into the layers behind them."""
