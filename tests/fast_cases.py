@@ -20,6 +20,16 @@ def others_slow(rows: Iterable[Any], fast: Container[Any] = (), *, exhaustive: b
     return [pytest.param(*row, marks=() if row[0] in fast else marks) for row in rows]
 
 
+def one_of_each(rows: Iterable[tuple[Any, ...]], fast: Container[Any] = ()) -> list[Any]:
+    """Marks rows as others_slow does, and those of a slow first value that an earlier row has exhaustive, too."""
+    seen: set[Any] = set()
+    marked = []
+    for row in rows:
+        marked += others_slow([row], fast, exhaustive=row[0] in seen)
+        seen.add(row[0])
+    return marked
+
+
 def covering(cases: Sequence[Mapping[str, int]], strength: int) -> set[int]:
     """Chooses cases greedily until every combination of `strength` parameters' values that some case has is chosen.
 

@@ -8,6 +8,7 @@ import copy
 import pytest
 import torch
 from both_compilers import compile_by, decisions
+from fast_cases import others_slow
 from oracle import relative_error
 
 from thunder_moe import GroupedLinear, GroupedMLP, GroupedSwiGLU, offsets_from_splits, round_weights_once
@@ -33,6 +34,7 @@ def leaves_and_result(run, module, splits, scaled):
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("recipe", ["mxfp8", "fp8"])
 @pytest.mark.parametrize("frozen", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.covering(1)
 def test_compiled_blocks_train_as_eager_ones(mode, recipe, frozen):
     mlp = GroupedMLP(3, 32, 48, bias=True, recipe=recipe)
     mlp.down_proj.weight.requires_grad_(not frozen)
@@ -82,7 +84,7 @@ def test_a_recipe_that_changes_after_compilation(mode):
         ("dynamo-aot_eager", "outside"),
         ("dynamo-aot_eager", "inside"),
         ("thunder", "outside"),
-        pytest.param("thunder", "inside", marks=pytest.mark.slow),
+        *others_slow([("thunder", "inside")], exhaustive=True),
     ],
 )
 def test_weights_that_are_rounded_once(mode, first, monkeypatch):

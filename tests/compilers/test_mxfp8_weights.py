@@ -7,6 +7,7 @@ import copy
 import pytest
 import torch
 from both_compilers import compile_by
+from fast_cases import others_slow
 from oracle import relative_error
 from torch import nn
 
@@ -90,6 +91,7 @@ def test_none_leaves_a_weight_in_16_bits(compiler):
     assert relative_error(out, expected(X, OFFSETS)) < 1e-2
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("compiler", ["dynamo-eager", THUNDER])
 @pytest.mark.parametrize("format", ["mxfp8", linear_alone], ids=["mxfp8", "both"])
 def test_modules_that_are_quantized_before(compiler, format):
@@ -123,7 +125,7 @@ class Routed(nn.Module):
 CONFIG = thunder_moe.Llama4MoEConfig(hidden_size=64, intermediate_size=32, num_experts=4, top_k=1)
 
 
-@pytest.mark.parametrize("compiler", ["dynamo-eager", THUNDER])
+@pytest.mark.parametrize("compiler", ["dynamo-eager", *others_slow(["thunder"], exhaustive=True)])
 def test_whole_layers_and_dense_layers(compiler):
     torch.manual_seed(0)
     layer = Routed().to(torch.bfloat16).requires_grad_(False)
@@ -143,16 +145,22 @@ def test_the_option_takes_upper_case():
 
 @pytest.mark.parametrize("compiler", ["dynamo-eager", THUNDER])
 def test_the_option_refuses(compiler):
-    for format, message in (
-        ("fp8", "format'?]?: got 'fp8', wanted one of"),
-        (8, "format'?]?: got 8, wanted one of"),
-        (lambda gemm, name: "int4", "format: got 'int4', wanted one of"),
+    layers = model()
+    for module, format, message in (
+        (layers.linear, "fp8", "format'?]?: got 'fp8', wanted one of"),
+        (layers.linear, 8, "format'?]?: got 8, wanted one of"),
+        (layers.linear, lambda gemm, name: "int4", "format: got 'int4', wanted one of"),
         (
+            layers.linear,
             lambda name, gemm: "mxfp8",
             r"format'?]?: got a function of \(name, gemm\), wanted .* called as f\(gemm, name\)",
         ),
-        (lambda gemm, name: "mxfp8" if "gate" in name else "nvfp4", "format: got 'mxfp8' for .* wanted one for all"),
+        (
+            layers.swiglu,
+            lambda gemm, name: "mxfp8" if "gate" in name else "nvfp4",
+            "format: got 'mxfp8' for .* wanted one for all",
+        ),
     ):
         torch._dynamo.reset()
         with pytest.raises(Exception, match=message):
-            compile_by(compiler, model().swiglu, format=format)(X, OFFSETS)
+            compile_by(compiler, module, format=format)(X, OFFSETS)

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from both_compilers import compile_by
+from fast_cases import others_slow
 from oracle import dequantize, relative_error
 from thunder.dynamo import thunderfx
 from torch import nn
@@ -106,7 +107,7 @@ COMPILERS = [
     "thunder",
     "thunderfx",
     "dynamo-eager",
-    *(pytest.param(f"dynamo-{inner}", marks=pytest.mark.slow) for inner in ("aot_eager", "inductor", "thunder")),
+    *others_slow([f"dynamo-{inner}" for inner in ("aot_eager", "inductor", "thunder")], exhaustive=True),
 ]
 
 

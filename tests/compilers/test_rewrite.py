@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from both_compilers import compile_by, decisions
+from fast_cases import others_slow
 from oracle import KERNEL_TOLERANCE, grouped_mm, groups, llama4_moe, relative_error
 from torch import nn
 
@@ -26,10 +27,11 @@ from thunder_moe.formats.nvfp4 import dequantize, quantize
 BF16 = torch.bfloat16
 EVEN = torch.tensor([2, 4, 6, 8], dtype=torch.int32)
 BOTH = pytest.mark.parametrize("compiler", ["dynamo-aot_eager", "thunder"])
-SLOW = [pytest.param(compiler, marks=pytest.mark.slow) for compiler in ("thunder", "dynamo-eager", "dynamo-inductor")]
-# Thunder traces a whole layer in two seconds, experts alone in a tenth of one.
-LAYERS = pytest.mark.parametrize("compiler", ["dynamo-aot_eager", SLOW[0]])
-TRAINED = pytest.mark.parametrize("compiler", ["dynamo-aot_eager", *SLOW])
+# Tables of patterns, which are found in the graph before any compiler sees it.
+PATTERNS = pytest.mark.parametrize("compiler", ["dynamo-eager", "thunder"])
+# Thunder traces a whole layer in two seconds, experts alone in a tenth of one: thunder/test_executor.py has a layer.
+LAYERS = pytest.mark.parametrize("compiler", ["dynamo-aot_eager", *others_slow(["thunder"], exhaustive=True)])
+OTHER_COMPILERS = others_slow(["dynamo-eager", "dynamo-inductor"], exhaustive=True)
 
 
 class Block(nn.Module):
@@ -104,7 +106,7 @@ VIEWS = {  # of a weight (E, N, K), to the right operand (E, K, N)
 }
 
 
-@BOTH
+@PATTERNS
 @pytest.mark.parametrize("view", VIEWS.values(), ids=VIEWS)
 @pytest.mark.covering(1)
 def test_recognises_every_view_of_a_whole_weight(compiler, view):
@@ -125,7 +127,7 @@ SITES = {
 }
 
 
-@BOTH
+@PATTERNS
 @pytest.mark.parametrize("body", SITES.values(), ids=SITES)
 def test_recognises_every_way_to_write_the_gemm(compiler, body):
     if compiler == "thunder" and body is SITES["aten"]:
@@ -175,10 +177,10 @@ NOT_SWIGLU = {
 @pytest.mark.parametrize(
     ("compiler", "form"),
     [
-        *(("dynamo-aot_eager", form) for form in SWIGLU_FORMS | NOT_SWIGLU),
-        *(
-            pytest.param("thunder", form, marks=() if form in OF_THUNDER else pytest.mark.slow)
-            for form in SWIGLU_FORMS | NOT_SWIGLU
+        *(("dynamo-eager", form) for form in SWIGLU_FORMS | NOT_SWIGLU),
+        *(("thunder", form) for form in OF_THUNDER),
+        *others_slow(
+            [("thunder", form) for form in SWIGLU_FORMS | NOT_SWIGLU if form not in OF_THUNDER], exhaustive=True
         ),
     ],
 )
@@ -277,7 +279,6 @@ def test_rewrites_a_frozen_layer(compiler, moe, x):
 @pytest.mark.parametrize(
     ("shape", "top_k", "shared"), [((1, 1), 1, 0), ((1, 1), 4, 1), ((1, 3), 4, 0), ((7, 1), 2, 1), ((2, 5), 2, 0)]
 )
-@pytest.mark.covering(1)
 @pytest.mark.slow
 def test_any_batch_and_top_k(compiler, shape, top_k, shared):
     config = Llama4MoEConfig(64, 32, 4, top_k=top_k, num_shared_experts=shared)
@@ -314,20 +315,20 @@ def test_weights_that_change_are_quantized_again(compiler, count):
         check(7)
 
 
-@pytest.mark.slow
-def test_one_copy_for_graphs_models_and_compilers(x, count):
-    first, second = (Llama4MoE(Llama4MoEConfig(64, 32, 4), dtype=BF16).requires_grad_(False) for _ in range(2))
-    second.routed_experts = first.routed_experts
-    both = nn.Sequential(first, second)
-    for compiler, model in [("dynamo-aot_eager", both), ("dynamo-eager", second), ("thunder", first)]:
+def test_one_copy_for_graphs_models_and_compilers(count):
+    first, second = Block(experts), Block(lambda self, x, o: first(first(x, o), o))
+    second.first = first
+    for compiler, model in [("dynamo-aot_eager", second), ("dynamo-eager", first), ("thunder", first)]:
         compiled = compile_by(compiler, model)
-        out = compiled(x)
-        assert torch.equal(compiled(x), out)
+        for x, ends in ((rows(), EVEN), (rows()[:5], EVEN.clamp(max=5))):
+            out = compiled(x, ends)
+            assert torch.equal(compiled(x, ends), out)
+            exact = rounded(first)
+            expected = exact(x.float(), ends)
+            if model is second:
+                expected = exact(expected, ends)
+            assert relative_error(out, expected) < 0.015  # the first layer's result is rounded to bf16
         assert len(count) == 3
-        compiled(x[:1])
-        assert len(count) == 3
-        assert relative_error(out, decoded(model)(x)) < 0.015  # both sides round to bf16, twice
-        del count[3:]
 
 
 @BOTH
@@ -380,7 +381,7 @@ def gradients(run, model, x):
     return {"x": x.grad, **{name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}}
 
 
-@TRAINED
+@pytest.mark.parametrize("compiler", ["dynamo-aot_eager", *others_slow(["thunder"], exhaustive=True), *OTHER_COMPILERS])
 def test_trainable_experts_train_in_16_bit(compiler):
     moe = Llama4MoE(Llama4MoEConfig(64, 32, 8, top_k=2), dtype=BF16)
     x = torch.randn(1, 3, 64, dtype=BF16)  # 6 rows for 8 experts: some have none
@@ -419,7 +420,7 @@ def test_no_grad_runs_the_trainable_model_in_nvfp4_after_every_step(compiler):
     assert {entry.reason.split(";")[0] for entry in rewrite_report(compiled).rewritten} == {"gradients are disabled"}
 
 
-@TRAINED
+@pytest.mark.parametrize("compiler", ["dynamo-aot_eager", *others_slow(["thunder"]), *OTHER_COMPILERS])
 def test_frozen_experts_pass_gradients_to_router_and_input(compiler, moe, x):
     moe.routed_experts.requires_grad_(False)
     compiled = compile_by(compiler, moe)

@@ -9,6 +9,7 @@ import pytest
 import thunder
 import torch
 from both_compilers import compile_by, decisions
+from fast_cases import others_slow
 from oracle import relative_error
 from torch import nn
 
@@ -51,6 +52,7 @@ def inputs(rows, live, dtype, width=32):
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.covering(1)
 def test_a_training_block_trains_as_the_loop(mode, dtype):
     mlp = GroupedMLP(3, 32, 10, bias=True, activation=ScaledSwiGLU(2, **GPT_OSS), dtype=dtype)
     run, ends = compile_by(mode, mlp), offsets_from_splits([4, 0, 7])
@@ -91,17 +93,23 @@ def test_parts_and_srelu_and_strange_sizes(mode):
         assert relative_error(a.grad, b.grad) < 1e-5
 
 
-@pytest.mark.parametrize("mode", ["dynamo-aot_eager", "thunder"])
+FROZEN = [
+    (True, 2, True, "both", False),
+    (True, None, True, "both", True),
+    (False, None, False, "both", False),
+    (False, 1, True, "both", True),
+    (True, None, True, "gate_up_proj", False),
+    (True, 2, True, "down_proj", False),
+    (True, 2, False, "down_proj", True),
+]
+
+
 @pytest.mark.parametrize(
-    ("bias", "interleave", "scaled", "frozen", "parts"),
+    ("mode", "bias", "interleave", "scaled", "frozen", "parts"),
     [
-        (True, 2, True, "both", False),
-        pytest.param(True, None, True, "both", True, marks=pytest.mark.slow),
-        pytest.param(False, None, False, "both", False, marks=pytest.mark.slow),
-        pytest.param(False, 1, True, "both", True, marks=pytest.mark.slow),
-        pytest.param(True, None, True, "gate_up_proj", False, marks=pytest.mark.slow),
-        pytest.param(True, 2, True, "down_proj", False, marks=pytest.mark.slow),
-        pytest.param(True, 2, False, "down_proj", True, marks=pytest.mark.slow),
+        *((mode, *FROZEN[0]) for mode in ("dynamo-aot_eager", "thunder")),
+        *others_slow(("dynamo-aot_eager", *row) for row in FROZEN[1:]),
+        *others_slow((("thunder", *row) for row in FROZEN[1:]), exhaustive=True),
     ],
 )
 def test_frozen_blocks_run_in_nvfp4(mode, bias, interleave, scaled, frozen, parts):
@@ -202,6 +210,7 @@ def test_grouped_swiglu_is_zero_past_the_end_in_nvfp4(mode):
 @pytest.mark.parametrize(
     "activation", [ScaledSwiGLU(**GPT_OSS), ScaledSwiGLU(2), ScaledSReLU()], ids=["gpt-oss", "interleaved", "srelu"]
 )
+@pytest.mark.covering(1)
 def test_gradients_through_quantized_blocks(mode, activation):
     mlp = GroupedMLP(3, 32, 48, bias=True, activation=activation, dtype=BF16, delay_wgrad=True)
     bias = mlp.down_proj.bias

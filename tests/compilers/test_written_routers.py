@@ -38,9 +38,9 @@ OF_THUNDER = (by_groups, gpt_oss, longcat, minimax)
 OF_THUNDER += (biased_in_place, ids_changed, logits_changed, mask_changed, mask_too, other_mode, wide_mask_too)
 
 
-def cases(functions):
+def cases(functions, inner):
     for function in functions:
-        yield pytest.param("dynamo-aot_eager", function, id=f"dynamo-{function.__name__}")
+        yield pytest.param(f"dynamo-{inner}", function, id=f"dynamo-{function.__name__}")
         if function.__name__ not in UNTRACED:
             marks = () if function in OF_THUNDER else (pytest.mark.slow, pytest.mark.exhaustive)
             yield pytest.param("thunder", function, id=f"thunder-{function.__name__}", marks=marks)
@@ -64,7 +64,7 @@ def dense(scores, ids):
     return torch.zeros(T, E).scatter(1, ids, scores.float())
 
 
-@pytest.mark.parametrize(("compiler", "function"), list(cases(FUSED)))
+@pytest.mark.parametrize(("compiler", "function"), list(cases(FUSED, "aot_eager")))
 def test_a_written_router_with_its_gradient(compiler, function):
     fast, report = compiled(compiler, function)
     logits = torch.randn(T, E, requires_grad=True)
@@ -83,7 +83,7 @@ def test_a_written_router_with_its_gradient(compiler, function):
 _DIFFERENT = {mask_changed: None}
 
 
-@pytest.mark.parametrize(("compiler", "function"), list(cases(OTHERS)))
+@pytest.mark.parametrize(("compiler", "function"), list(cases(OTHERS, "eager")))
 def test_other_code_computes_what_it_says(compiler, function):
     traced = compiler == "thunder"
     fast, report = compiled(compiler, function)

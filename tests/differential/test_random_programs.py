@@ -1,7 +1,6 @@
 """Random programs, compiled and eager: both agree, and most programs have a GEMM in NVFP4.
 Called by pytest; calls programs, execution and workers. The fast set runs three programs per compiler except inductor
-and thunderfx, all tests two with each of these, eight with Thunder and thirteen with the others,
-``python -m tests.differential`` thousands.
+and thunderfx, ``make test-all`` two more with thunderfx, ``python -m tests.differential`` thousands.
 """
 
 import os
@@ -22,20 +21,13 @@ from .runtime import Run, exact, is_exact
 from .workers import Settings, outcomes
 
 FAST = range(3)  # seeds
-PROGRAMS = 5  # of one slow test; `make test-programs` runs thousands
-CHUNKS = {"dynamo-eager": 2, "dynamo-aot": 2, "thunder": 1}
-TESTS = [pytest.param(compiler, FAST, id=f"{compiler}-fast") for compiler in CHUNKS] + [
-    pytest.param(
-        compiler,
-        range(first := len(FAST) + chunk * PROGRAMS, first + PROGRAMS),
-        id=f"{compiler}-{chunk}",
-        marks=pytest.mark.slow,
-    )
-    for compiler, chunks in CHUNKS.items()
-    for chunk in range(chunks)
-]
+MORE = range(3, 8)  # of one exhaustive test; `make test-programs` runs thousands
+COMPILERS = ("dynamo-eager", "dynamo-aot", "thunder")
+EXHAUSTIVE = [pytest.mark.slow, pytest.mark.exhaustive]
+TESTS = [pytest.param(compiler, FAST, id=f"{compiler}-fast") for compiler in COMPILERS]
+TESTS += [pytest.param(compiler, MORE, id=f"{compiler}-more", marks=EXHAUSTIVE) for compiler in COMPILERS]
 TESTS += [pytest.param("thunderfx", range(1, 3), id="thunderfx", marks=pytest.mark.slow)]  # 0 takes four times as long
-TESTS += [pytest.param("dynamo-inductor", range(2), id="dynamo-inductor", marks=pytest.mark.slow)]
+TESTS += [pytest.param("dynamo-inductor", range(2), id="dynamo-inductor", marks=EXHAUSTIVE)]
 
 
 @pytest.mark.parametrize(("compiler", "seeds"), TESTS)

@@ -242,7 +242,9 @@ static void launch(int grid, int threads, Body body, int y = 0, int z = 0) {
       }
       if (static_cast<int>(fibers.size()) < cluster_blocks * threads) {  // the blocks of a cluster begin one after the other
         ++live;
-        if (turns % 500 == 499) start_block(threads);
+        // Of more blocks than five, the last begins as late as the fifth would: those that began wait in turns.
+        const int apart = std::min(500, 2500 / cluster_blocks);
+        if (turns % apart == apart - 1) start_block(threads);
       }
       if (turns > 100000000 / threads) {
         std::fprintf(stderr, "cuda_emulator: threads wait at different barriers\n");

@@ -2,12 +2,12 @@
 Called by pytest; judged by tests/oracle.py and, byte for byte, by torchao.
 """
 
-import subprocess
 import sys
 from dataclasses import replace
 
 import pytest
 import torch
+from interpreters import fresh_python
 from oracle import FORMAT_ERROR, decode_e2m1, relative_error
 from oracle import dequantize as oracle_dequantize
 
@@ -153,8 +153,7 @@ before = peak()
 packed = quantize(weight)
 print((peak() - before) / 1024 - packed.nbytes / 2**20)
 """
-    run = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
-    assert float(run.stdout) < 24, "MiB beyond the result"
+    assert float(fresh_python(code)) < 24, "MiB beyond the result"
 
 
 def torchao_quantize(weight: torch.Tensor, global_scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -4,6 +4,7 @@ Called by pytest; judged by fp64 loops.
 
 import pytest
 import torch
+from fast_cases import others_slow
 from oracle import groups, relative_error
 
 import thunder_moe.ops.activation  # noqa: F401  (registers the operators)
@@ -17,7 +18,10 @@ def leaf(*shape):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("offsets", "recipe"), [(ENDS, None), (ENDS.long(), None), (ENDS, "mxfp8"), (ENDS, "fp8")])
+@pytest.mark.parametrize(
+    ("offsets", "recipe"),
+    [(ENDS.long(), None), (ENDS, "fp8"), *others_slow([(ENDS, None), (ENDS, "mxfp8")], exhaustive=True)],
+)
 def test_opcheck(opcheck, offsets, recipe):
     x, weight, bias, scale = leaf(9, 8), leaf(3, 6, 8), leaf(3, 6), leaf(9)
     grad, out = torch.randn(9, 6), torch.zeros(9, 6)
@@ -35,7 +39,7 @@ def test_opcheck(opcheck, offsets, recipe):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["swiglu", "srelu"])
+@pytest.mark.parametrize("kind", ["swiglu", *others_slow(["srelu"], exhaustive=True)])
 def test_opcheck_of_activations(opcheck, kind):
     form = dict(kind=kind, alpha=1.7, limit=2.0, up_shift=1.0, interleave=2) if kind == "swiglu" else dict(kind=kind)
     y, scales, rows = leaf(9, 8), leaf(9), 4 if kind == "swiglu" else 8

@@ -6,6 +6,7 @@ import warnings
 
 import pytest
 import torch
+from fast_cases import others_slow
 from oracle import KERNEL_TOLERANCE, dequantize_mxfp8, grouped_mm, grouped_swiglu, moe_experts, relative_error
 
 import thunder_moe
@@ -97,7 +98,8 @@ def test_they_are_all_that_there_are():
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.slow) if name != "scaled_mm" else name for name in OF_ALL]
+    "name",
+    others_slow(OF_ALL, ["scaled_mm"], exhaustive=True),  # their code is that of NVFP4's operators
 )
 def test_opcheck(opcheck, name):
     args, _ = of_all(*weights())[name]

@@ -8,6 +8,7 @@ import logging
 
 import pytest
 import torch
+from fast_cases import others_slow
 from tiny_models import save_model_and_text, tiny_model
 from transformers import AutoTokenizer
 
@@ -82,7 +83,7 @@ def test_layers_of_llama_4_stand_for_their_experts():
         assert mean == pytest.approx(errors_of_a_module(model, weights, name, windows).mean().item(), rel=2e-3)
 
 
-@pytest.mark.parametrize("calibrated", [False, True])
+@pytest.mark.parametrize("calibrated", [*others_slow([False], exhaustive=True), True])
 def test_the_command(tmp_path, capsys, plain_logging, calibrated):
     pytest.importorskip("matplotlib")
     save_model_and_text(tmp_path)

@@ -8,6 +8,7 @@ import shutil
 
 import pytest
 import torch
+from fast_cases import others_slow
 from tiny_models import save_model_and_text, tiny_model
 from transformers import AutoTokenizer
 
@@ -50,7 +51,7 @@ def test_the_checkpoint_is_of_a_calibrated_model(folder, capsys):
     assert all(torch.equal(tensor, loaded[name]) for name, tensor in model.state_dict().items())
 
 
-@pytest.mark.parametrize("options", [(), ("--format", "mxfp8", "--linears")])
+@pytest.mark.parametrize("options", [(), *others_slow([(("--format", "mxfp8", "--linears"),)], exhaustive=True)])
 def test_a_killed_calibration_resumes(folder, capsys, monkeypatch, options):
     """After the first layer, the second is half-written: it is made again, the first is not."""
     name = f"resumed{len(options)}"

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from both_compilers import by_dynamo as compiled
 from both_compilers import decisions
+from fast_cases import others_slow
 from oracle import relative_error
 from torch import nn
 
@@ -76,8 +77,9 @@ def rows(tokens=9):
     return torch.randn(tokens, HIDDEN, dtype=BF16)
 
 
-@pytest.mark.parametrize("inner", ["eager", "aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("inner", ["eager", "aot_eager", *others_slow(["inductor"], exhaustive=True)])
 @pytest.mark.parametrize("top_k", [1, 3])
+@pytest.mark.covering(1)
 def test_rewrites(inner, top_k):
     module, x = Dense(top_k), rows()
     function = compiled(module, inner)
@@ -194,7 +196,7 @@ def other_activation(self, gate_up):
 )
 def test_other_ways_to_write_it(steps):
     module, x = Dense(**steps), rows()
-    function = compiled(module)
+    function = compiled(module, "eager")
     assert relative_error(function(x)[0], decoded(module, BF16)(x)[0]) < 0.01
     assert len(rewrite_report(function).rewritten) == 2
 

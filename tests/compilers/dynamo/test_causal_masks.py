@@ -5,6 +5,7 @@ Called by pytest; judged by attention with the mask itself, in eager mode.
 import pytest
 import torch
 import torch.nn.functional as F
+from fast_cases import others_slow
 from tiny_models import tiny_config, tiny_model, tokens
 
 from thunder_moe import RewriteWarning, register
@@ -119,7 +120,7 @@ def test_a_scale(seen):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("attention", ["sdpa", "thunder_moe_sdpa"])
+@pytest.mark.parametrize("attention", ["thunder_moe_sdpa", *others_slow(["sdpa"], exhaustive=True)])
 def test_a_model_of_transformers(attention, seen):
     """transformers makes a mask for a prompt without a cache, because position_ids may pack texts."""
     pytest.importorskip("transformers")

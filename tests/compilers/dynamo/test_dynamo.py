@@ -11,7 +11,8 @@ import torch
 import torch.nn.functional as F
 from both_compilers import by_dynamo as compiled
 from both_compilers import decisions
-from interpreters import fresh_python
+from fast_cases import others_slow
+from interpreters import OF_TRANSFORMERS, fresh_python
 from oracle import llama4_moe, relative_error
 from torch import nn
 
@@ -44,7 +45,7 @@ print("thunder_moe" in torch.compiler.list_backends(), "thunder_moe" in sys.modu
 torch.compile(lambda x: x + 1, backend="thunder_moe", options={"thunder_moe.inner": "eager"})(torch.ones(2))
 print("thunder_moe" in sys.modules, "thunder" in sys.modules)
 """
-    assert fresh_python(code).split() == ["True", "False", "True", "False"]
+    assert fresh_python(code, OF_TRANSFORMERS).split() == ["True", "False", "True", "False"]
 
 
 @pytest.mark.parametrize(
@@ -52,10 +53,15 @@ print("thunder_moe" in sys.modules, "thunder" in sys.modules)
     [
         dict(options={"thunder_moe.inner": "eager"}),
         dict(options={"thunder_moe.inner": "aot_eager"}, dynamic=True),
-        dict(),  # inductor, whose compilations take seconds: the one in the fast set
-        pytest.param(dict(options={"thunder_moe.inner": "thunder"}), marks=pytest.mark.slow),
-        pytest.param(dict(mode="reduce-overhead", dynamic=True), marks=pytest.mark.slow),
-        pytest.param(dict(options={"max_autotune": False, "epilogue_fusion": True}), marks=pytest.mark.slow),
+        dict(),  # inductor, whose compilations take seconds
+        *others_slow(
+            [
+                dict(options={"thunder_moe.inner": "thunder"}),  # ../thunder/test_thunderfx.py has it
+                dict(mode="reduce-overhead", dynamic=True),
+                dict(options={"max_autotune": False, "epilogue_fusion": True}),
+            ],
+            exhaustive=True,
+        ),
     ],
     ids=str,
 )
@@ -66,6 +72,21 @@ def test_rewrites_a_frozen_layer_with_every_inner_compiler(moe, x, options):
     assert relative_error(out, llama4_moe(reference, x)) < 0.01
     assert 0.02 < relative_error(out, llama4_moe(moe, x)) < 0.2
     assert decisions(function) == BOTH
+
+
+def test_inductor_gets_its_mode_and_options(monkeypatch):
+    seen = []
+
+    def inductor(mode, options, dynamic):
+        seen.append((mode, options, dynamic))
+        return lambda gm, inputs: gm
+
+    monkeypatch.setattr(torch, "_TorchCompileInductorWrapper", inductor)
+    linear, x = GroupedLinear(4, 64, 32, dtype=BF16).requires_grad_(False), torch.randn(8, 64, dtype=BF16)
+    for given in (dict(mode="reduce-overhead"), dict(options={"max_autotune": False})):
+        torch._dynamo.reset()
+        torch.compile(linear, backend="thunder_moe", fullgraph=True, **given)(x, EVEN)
+    assert seen == [("reduce-overhead", {}, None), (None, {"max_autotune": False}, None)]
 
 
 def test_report_names_the_users_line(moe, x):
@@ -93,7 +114,7 @@ def test_one_graph_for_all_token_counts(moe):
     assert "varies" in str(report)
 
 
-@pytest.mark.parametrize("inner", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("inner", ["aot_eager", *others_slow(["inductor"], exhaustive=True)])
 def test_layers_that_share_a_graph_keep_their_own_weights(x, count, inner):
     layers = [Llama4MoE(CONFIG, dtype=BF16).requires_grad_(False) for _ in range(3)]
     functions = [compiled(layer, inner) for layer in layers]
@@ -162,7 +183,7 @@ def test_export_of_a_quantized_block(moe, x):
         assert relative_error(program.module()(x[:, :tokens]), decoded(moe)(x[:, :tokens])) < 0.01
 
 
-@pytest.mark.parametrize("way", ["export", pytest.param("AOTInductor", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("way", ["export", *others_slow(["AOTInductor"], exhaustive=True)])
 def test_another_process_runs_an_exported_block(moe, x, tmp_path, way):
     """The import that the documentation names registers all operators of quantized blocks."""
     program = torch.export.export(quantize_(copy.deepcopy(moe)).requires_grad_(False), (x,))
@@ -273,15 +294,13 @@ def test_a_hugging_face_model_untouched():
     rounded_model = copy.deepcopy(model)
     for parameter in (p for n, p in rounded_model.named_parameters() if ".experts." in n):
         parameter.copy_(dequantize(quantize(parameter)))
-    function = compiled(model)
-    for tokens in (17, 32):
-        ids = torch.randint(128, (2, tokens))
-        logits, exact, wide = (m(input_ids=ids, use_cache=False).logits for m in (function, rounded_model, model))
-        # Of each token, since rounding may send one to another expert.
-        error = (logits - exact).float().norm(dim=-1) / exact.float().norm(dim=-1)
-        assert error.median() < 0.02
-        assert (error < 0.03).float().mean() > 0.75
-        assert relative_error(logits, wide) > 0.02
-    first = [entry for entry in rewrite_report(function) if entry.graph == 0]
-    assert [entry.decision for entry in first] == ["nvfp4 + swiglu", "nvfp4"]
-    assert first[0].gemm.weight.endswith("layers.0.mlp.experts.gate_up_proj")
+    function, ids = compiled(model), torch.randint(128, (2, 32))
+    logits, exact, wide = (m(input_ids=ids, use_cache=False).logits for m in (function, rounded_model, model))
+    # Of each token, since rounding may send one to another expert.
+    error = (logits - exact).float().norm(dim=-1) / exact.float().norm(dim=-1)
+    assert error.median() < 0.02
+    assert (error < 0.03).float().mean() > 0.75
+    assert relative_error(logits, wide) > 0.02
+    report = list(rewrite_report(function))
+    assert [entry.decision for entry in report] == ["nvfp4 + swiglu", "nvfp4"]
+    assert report[0].gemm.weight.endswith("layers.0.mlp.experts.gate_up_proj")

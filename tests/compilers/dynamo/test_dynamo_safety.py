@@ -10,6 +10,7 @@ import functools
 import pytest
 import torch
 import torch.nn.functional as F
+from fast_cases import others_slow
 from oracle import relative_error
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -211,7 +212,7 @@ class Straight(torch.autograd.Function):
         return None, grad, None, None
 
 
-@pytest.mark.parametrize("inner", ["eager", "aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("inner", ["eager", "aot_eager", *others_slow(["inductor"], exhaustive=True)])
 @pytest.mark.parametrize("first", ["inference", "training"])
 def test_a_training_forward_under_no_grad_is_one(inner, first):
     module = Block(program("return F.silu(mm(x, self.a, o)) * mm(x, self.b, o)"), exact=False).requires_grad_()
@@ -318,7 +319,7 @@ def test_a_weight_that_changes_through_another_input():
     assert "may be changed in place by mul_" in next(iter(rewrite_report(function))).reason
 
 
-@pytest.mark.parametrize("inner", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("inner", ["eager", *others_slow(["inductor"], exhaustive=True)])
 def test_a_weight_that_changes_through_an_argument_of_a_later_call(inner):
     module = Block(program("x.mul_(2); return mm(x, self.a, o)"))
     eager = copy.deepcopy(module)
@@ -445,7 +446,7 @@ def test_gemms_in_nested_graphs(inner, train, name):
         assert all("trainable" in entry.reason for entry in report)
 
 
-@pytest.mark.parametrize("name", ["checkpoint", "checkpointed SwiGLU", "cond"])
+@pytest.mark.parametrize("name", ["checkpoint", *others_slow(["checkpointed SwiGLU", "cond"], exhaustive=True)])
 @pytest.mark.slow
 def test_nested_graphs_with_inductor(name):
     code, decisions = NESTED[name]

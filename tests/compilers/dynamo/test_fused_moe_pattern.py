@@ -8,6 +8,7 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
+from fast_cases import others_slow
 from oracle import relative_error
 from torch import nn
 
@@ -166,7 +167,7 @@ def test_the_experts_of_a_layer_are_one_operator(name, kind, operators):
     assert all("one operator" in entry.reason for entry in rewrite_report(fast))
 
 
-@pytest.mark.parametrize("kind", [Grouped, pytest.param(Batched, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kind", [Grouped, *others_slow([Batched], exhaustive=True)])
 def test_gradients_and_varying_tokens(kind):
     module = kind()
     module.gate.requires_grad_()

@@ -5,6 +5,7 @@ Called by pytest; judged by the same function, uncompiled.
 
 import pytest
 import torch
+from fast_cases import others_slow
 from tiny_models import tiny_model, tokens
 from transformers import StaticCache
 
@@ -48,9 +49,8 @@ def fused(function, *arguments, again=None, dynamic=False, on_any_device=True):
     ("name", "count"),
     [
         ("qwen3_moe", 3),
-        pytest.param("mixtral", 3, marks=[pytest.mark.slow, pytest.mark.exhaustive]),
         ("deepseek_v3", 2),
-        ("gpt_oss", 0),
+        *others_slow([("mixtral", 3), ("gpt_oss", 0)], exhaustive=True),
     ],
 )
 def test_decode_steps_of_models(name, count, monkeypatch):
@@ -70,7 +70,7 @@ def test_decode_steps_of_models(name, count, monkeypatch):
     assert all(fused.early)
 
 
-@pytest.fixture(params=["nvfp4", "mxfp8"])
+@pytest.fixture(params=["nvfp4", *others_slow(["mxfp8"], exhaustive=True)])
 def layer(request):
     """Return the operator of a dense layer, and its weight (K, N)."""
     format = {"nvfp4": nvfp4, "mxfp8": mxfp8}[request.param]

@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from both_compilers import by_dynamo as compiled
+from fast_cases import others_slow
 from oracle import relative_error
 from written_routers import FUSED, A, E, T, by_groups, qwen
 
@@ -62,7 +63,7 @@ def test_a_router_is_one_operator(function, dtype, targets):
 
 
 @pytest.mark.parametrize("function", [qwen, by_groups], ids=lambda function: function.__name__)
-@pytest.mark.parametrize("inner", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("inner", ["aot_eager", *others_slow(["inductor"], exhaustive=True)])
 def test_varying_tokens(function, inner):
     gate = torch.nn.Linear(16, E)
 

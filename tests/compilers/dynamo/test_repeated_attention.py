@@ -5,6 +5,7 @@ Called by pytest; judged by attention in float64, by the report, and by the size
 import pytest
 import torch
 import torch.nn.functional as F
+from fast_cases import others_slow
 
 from thunder_moe import RewriteWarning, rewrite_report
 from thunder_moe.compilers.dynamo import attention as rewrite
@@ -106,7 +107,7 @@ def test_numbers(repeat, kind, key_heads):
     assert decision(function) == ("grouped", "4 heads read the same keys")
 
 
-@pytest.mark.parametrize("inner", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("inner", ["aot_eager", *others_slow(["inductor"], exhaustive=True)])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_inner_compilers_in_16_bits(inner, dtype):
     given = (*operands(dtype), mask_of("bool"))

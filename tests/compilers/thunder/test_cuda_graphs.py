@@ -7,6 +7,7 @@ import copy
 import pytest
 import thunder
 import torch
+from fast_cases import others_slow
 from oracle import relative_error
 from thunder.transforms.cudagraph import CUDAGraphRunner, CUDAGraphTransform
 
@@ -55,7 +56,9 @@ def graphs(compiled):
     return sum(bsym.sym.is_fusion for bsym in bsyms), others - {"unpack_trivial", "python_return", "python_del"}
 
 
-@pytest.mark.parametrize("beforehand", [False, True], ids=["rewritten", "quantized beforehand"])
+@pytest.mark.parametrize(
+    "beforehand", [False, *others_slow([True], exhaustive=True)], ids=["rewritten", "quantized beforehand"]
+)
 @pytest.mark.slow
 def test_a_layer_is_one_graph(beforehand):
     layer = make_layer()

@@ -6,6 +6,7 @@ import copy
 
 import pytest
 import torch
+from fast_cases import others_slow
 from oracle import relative_error
 from thunder.dynamo import thunderfx
 from torch import nn
@@ -16,7 +17,7 @@ BF16 = torch.bfloat16
 TOLERANCES = dict(atol=1e-2, rtol=1e-2)  # nvFuser's
 
 
-@pytest.mark.parametrize("beforehand", [True, pytest.param(False, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("beforehand", [True, *others_slow([False], exhaustive=True)])
 @torch.no_grad()
 def test_llama4_moe_by_thunderfx(beforehand):
     torch.manual_seed(0)

@@ -11,6 +11,7 @@ import pytest
 import thunder
 import torch
 import torch.nn.functional as F
+from fast_cases import others_slow
 from nvfuser_emulator import Ops, statements
 from nvfuser_session import OnCpu, run_as_cuda, set_gpu
 from oracle import KERNEL_TOLERANCE, dequantize, grouped_mm, relative_error
@@ -107,6 +108,7 @@ def regions(compiled):
 @pytest.mark.parametrize(
     "intermediate", [128, pytest.param(192, marks=pytest.mark.slow)], ids=["rows of 128", "rows padded to 256"]
 )
+@pytest.mark.covering(1)
 def test_llama4_is_one_region(fusions, executors, intermediate):
     moe = Llama4MoE(Llama4MoEConfig(128, intermediate, 4), dtype=BF16).requires_grad_(False)
     moe.routed_experts = block(128, intermediate)
@@ -164,7 +166,7 @@ MORE_W4A4 = [
 
 @pytest.mark.parametrize(
     ("offsets", "dtype"),
-    [*W4A4, *(pytest.param(*case, marks=pytest.mark.slow) for case in MORE_W4A4)],
+    [*W4A4, *others_slow(MORE_W4A4, exhaustive=True)],
     indirect=["offsets"],
 )
 def test_computes_w4a4(fusions, implementation, offsets, dtype):
@@ -182,7 +184,7 @@ def test_computes_w4a4(fusions, implementation, offsets, dtype):
     assert relative_error(out, w4a4.grouped_mm(hidden, quantize(down), offsets)) < KERNEL_TOLERANCE[dtype]
 
 
-@pytest.mark.parametrize("garbage", [torch.nan, pytest.param(1e30, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("garbage", [torch.nan, *others_slow([1e30], exhaustive=True)])
 def test_rows_past_the_last_group_do_not_matter(fusions, implementation, garbage):
     model, x, offsets = block(), torch.randn(20, 128, dtype=BF16), EVEN.clone()
     x[16:] = garbage
@@ -215,7 +217,8 @@ def test_calibrated_scales_need_no_reduction(fusions, implementation):
 
 
 @pytest.mark.slow
-def test_hopper_runs_our_kernels_between_regions(fusions, implementation, monkeypatch, executors):
+def test_hopper_runs_our_kernels_between_regions(fusions, implementation, monkeypatch):
+    executors = [moe_executor, implementation.ex]
     set_gpu(monkeypatch, implementation, capability=(9, 0))
     moe = Llama4MoE(Llama4MoEConfig(128, 128, 4), dtype=BF16).requires_grad_(False)
     x = torch.randn(2, 8, 128, dtype=BF16)
@@ -231,9 +234,8 @@ def test_hopper_runs_our_kernels_between_regions(fusions, implementation, monkey
 
 
 def test_thunderfx_tells_that_nvfuser_gets_no_gemms(fusions, executors):
-    moe = Llama4MoE(Llama4MoEConfig(128, 128, 4), dtype=BF16).requires_grad_(False)
-    compiled = thunderfx(moe, executors=executors)
-    compiled(torch.randn(2, 8, 128, dtype=BF16))
+    compiled = thunderfx(block(), executors=executors)
+    compiled(torch.randn(16, 128, dtype=BF16), EVEN)
     for entry in rewrite_report(compiled):
         assert entry.reason.endswith("; not by nvFuser: it gets expert GEMMs from thunder.jit, not from thunderfx")
 
@@ -257,7 +259,7 @@ def test_frozen_experts_pass_gradients(fusions, implementation):
     assert relative_error(x.grad, reference.grad) < 0.02
 
 
-@pytest.mark.parametrize("out_features", [pytest.param(128, marks=pytest.mark.slow), 200])
+@pytest.mark.parametrize("out_features", [*others_slow([128], exhaustive=True), 200])
 def test_linears_quantized_beforehand(fusions, implementation, out_features):
     torch.manual_seed(0)
     linear = torch.nn.ModuleList([GroupedLinear(4, 128, out_features, dtype=BF16)])
@@ -287,7 +289,7 @@ def test_blocks_quantized_beforehand(fusions, implementation):
 
 
 @pytest.mark.parametrize(
-    "make", [lambda: GroupedLinear(4, 128, 128, dtype=BF16), pytest.param(block, marks=pytest.mark.slow)]
+    "make", [lambda: GroupedLinear(4, 128, 128, dtype=BF16), *others_slow([block], exhaustive=True)]
 )
 def test_layouts_of_other_kernels_are_not_nvfusers(fusions, implementation, make):
     layout, experts = "tiled_64x64", torch.nn.ModuleList([make()])

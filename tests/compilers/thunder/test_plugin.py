@@ -5,7 +5,7 @@ Called by pytest; calls tiny transformers models, and fresh interpreters for the
 
 import pytest
 import torch
-from interpreters import fresh_python
+from interpreters import OF_TRANSFORMERS, fresh_python
 from oracle import relative_error
 
 import thunder_moe
@@ -40,7 +40,8 @@ def make_model(name, **options):
 
 # ../../integrations/huggingface/test_thunder_cache.py has a Qwen3 under the recipe of Hugging Face.
 @pytest.mark.parametrize(("name", "recipe"), [("llama4", "default")])
-@pytest.mark.slow  # Thunder traces a whole model in ten seconds
+@pytest.mark.slow
+@pytest.mark.exhaustive  # Thunder traces a whole model in ten seconds
 def test_whole_models_are_right(name, recipe):
     """Models match the eager model with dequantized weights."""
     model = make_model(name)
@@ -93,7 +94,7 @@ import thunder.plugins
 print("nvfp4-moe" in thunder.plugins.get_plugin_names(), "thunder_moe.compilers.thunder.executor" in sys.modules)
 print(type(thunder.plugins.get_plugin("nvfp4-moe")()).__name__)
 """
-    assert fresh_python(code).split() == ["True", "False", "NVFP4MoE"]
+    assert fresh_python(code, OF_TRANSFORMERS).split() == ["True", "False", "NVFP4MoE"]
 
 
 def test_the_executor_makes_the_name_known():
@@ -107,4 +108,4 @@ import thunder.plugins
 print(thunder.jit(lambda x: x + 1, executors=[moe_executor])(torch.ones(1)).item())
 print("nvfp4-moe" in thunder.plugins.get_plugin_names())
 """
-    assert fresh_python(code).splitlines() == ["False False", "2.0", "True"]
+    assert fresh_python(code, OF_TRANSFORMERS).splitlines() == ["False False", "2.0", "True"]

@@ -10,6 +10,7 @@ import thunder
 import torch
 import torch.nn.functional as F
 from differential.runtime import exact
+from fast_cases import others_slow
 from oracle import relative_error
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -486,7 +487,7 @@ def test_inference_mode_leaves_weights_that_change_and_train():
 # ---- the caller's own list of transforms
 
 
-@pytest.mark.parametrize("kind", [list, pytest.param(tuple, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kind", [list, *others_slow([tuple], exhaustive=True)])
 def test_a_list_of_transforms_stays_as_it_was(kind):
     from thunder.transforms.prune_prologue_checks import PrunePrologueChecks
 

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from both_compilers import decisions
 from differential.runtime import exact
+from fast_cases import others_slow
 from oracle import relative_error
 from thunder.dynamo import ThunderCompiler, thunderfx
 from thunder.recipes import BaseRecipe
@@ -122,7 +123,7 @@ def check_unsplit(compiled, graphs=1):
 @pytest.mark.parametrize("kind", [Layer, pytest.param(Llama4MoE, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("trainable", [False, True])
 @pytest.mark.parametrize("mode", [torch.no_grad, pytest.param(torch.enable_grad, marks=pytest.mark.slow)])
-@pytest.mark.covering(2)
+@pytest.mark.covering(1)
 def test_a_layer_is_one_graph(kind, trainable, mode):
     model, x = layer(kind, trainable), tokens(8)
     compiled = by_thunderfx(model, nv_enable_linear=True)
@@ -135,9 +136,8 @@ def test_a_layer_is_one_graph(kind, trainable, mode):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", [Layer, Llama4MoE])
-@pytest.mark.parametrize("trainable", [False, True])
-@pytest.mark.covering(1)
+@pytest.mark.parametrize("kind", [Layer, *others_slow([Llama4MoE], exhaustive=True)])
+@pytest.mark.parametrize("trainable", [*others_slow([False], exhaustive=True), True])
 def test_other_numbers_of_tokens(kind, trainable):
     model = layer(kind, trainable)
     compiled = by_thunderfx(model)
@@ -343,6 +343,7 @@ def turned(x):
 
 @pytest.mark.parametrize("slices", [lambda x: x.chunk(3, -1), lambda x: [x.narrow(-1, 4 * i, 4) for i in range(3)]])
 @BOTH
+@pytest.mark.covering(1)
 def test_parts_of_one_tensor_behind_a_split(compile_, slices):
     """Thunder takes inputs of one storage for one tensor, if another tensor is changed in place: v was k."""
 
@@ -413,7 +414,7 @@ def test_gradients_of_a_tensor_and_its_detached_alias(trained):
 
 
 @pytest.mark.parametrize(
-    "device", [pytest.param("cpu", marks=pytest.mark.slow), pytest.param("cuda", marks=pytest.mark.gpu)]
+    "device", [*others_slow(["cpu"], exhaustive=True), pytest.param("cuda", marks=pytest.mark.gpu)]
 )
 def test_decode_steps_with_4_bit_dense_layers(device):
     """q, k and v are parts of one GEMM's result; on CUDA, torch.compile would put norms into the layers behind them."""
@@ -422,8 +423,9 @@ def test_decode_steps_with_4_bit_dense_layers(device):
     caches = [StaticCache(config=model.config, max_cache_len=16) for _ in range(2)]
     compiled = by_thunderfx(model)
     with torch.no_grad():
-        for ids in (token_ids(1, 5), token_ids(1, 1), token_ids(1, 1)):
-            got, wanted = (
-                f(ids.to(device), past_key_values=c).logits for f, c in zip((compiled, model), caches, strict=True)
-            )
+        for cache in caches:
+            model(token_ids(1, 5).to(device), past_key_values=cache)
+        for _ in range(2):
+            ids = token_ids(1, 1).to(device)
+            got, wanted = (f(ids, past_key_values=c).logits for f, c in zip((compiled, model), caches, strict=True))
             assert relative_error(got, wanted) < 0.02

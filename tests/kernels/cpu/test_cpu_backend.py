@@ -16,6 +16,7 @@ import time
 
 import pytest
 import torch
+from fast_cases import others_slow
 from interpreters import fresh_python
 from oracle import dequantize as decode
 from oracle import dequantize_mxfp8, grouped_swiglu, relative_error
@@ -136,7 +137,7 @@ def check_grouped_mm(rows, shape, dtype, per_column, format="nvfp4"):
     assert (actual[sum(rows) :] == 0).all()
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, *others_slow([torch.float16], exhaustive=True)], ids=str)
 def test_more_rows_than_are_copied_at_once(dtype):
     """16 MiB of copies are kept between calls: experts in ranges, and one that has more."""
     with limits_are(KERNELS["panel"]):

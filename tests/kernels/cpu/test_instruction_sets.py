@@ -11,13 +11,15 @@ from pathlib import Path
 import pytest
 import test_cpu_backend as checks
 import torch
+from fast_cases import others_slow
 
 from thunder_moe.kernels import host_code
 from thunder_moe.kernels.cpu import backend as cpu
 from thunder_moe.kernels.cpu.crossover import NEVER, Limits, limits_are
 
 EMULATOR = Path(__file__).parents[2] / "emulator" / "amx.h"
-SETS = ("haswell", "skylake-avx512", "x86-64-v2", "cooperlake", "sapphirerapids")
+SETS = ("x86-64-v2", "skylake-avx512", "sapphirerapids")
+OTHER_SETS = ("haswell", "cooperlake")
 pytestmark = [
     pytest.mark.skipif(cpu.unavailable_reason() is not None, reason=str(cpu.unavailable_reason())),
     pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="the sets are those of x86"),
@@ -32,7 +34,7 @@ def compiler(*options):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("instructions", SETS)
+@pytest.mark.parametrize("instructions", [*SETS, *others_slow(OTHER_SETS, exhaustive=True)])
 def test_the_sources_compile_for_every_instruction_set(instructions):
     first, second = cpu._SOURCES[:2]  # the others have no code of their own for any
     both = f'#include "{first}"\nnamespace second {{\n#include "{second}"\n}}\n'  # reads the headers of torch once

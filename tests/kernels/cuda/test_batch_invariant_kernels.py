@@ -2,8 +2,6 @@
 Called by pytest; calls tests/batch_invariant_cases.py for the operators and their operands.
 """
 
-import itertools
-
 import pytest
 import torch
 from batch_invariant_cases import CASES, Rows, differing
@@ -18,10 +16,12 @@ from thunder_moe.kernels.cuda.plan import plan_gemm
 from thunder_moe.kernels.specs import GemmSpec, Target, WeightSpec
 
 ON_CUDA = [case for case in CASES if case != "training"]  # whose kernels the emulated device does not select
-LAYOUTS = ["linear", "tiled_64x64"]
 SHOWN = [("tiled_64x64", case) for case in ("dense", "router", "norm and router")]
+LINEAR = [("linear", case) for case in ("experts", "grouped", "dense")]  # the others' kernels read no layout
 OPERATORS = [
-    pytest.param(*of, marks=() if of in SHOWN else pytest.mark.slow) for of in itertools.product(LAYOUTS, ON_CUDA)
+    *SHOWN,
+    *others_slow(LINEAR + [("tiled_64x64", case) for case in ON_CUDA if ("tiled_64x64", case) not in SHOWN]),
+    *others_slow((("linear", case) for case in ON_CUDA if ("linear", case) not in LINEAR), exhaustive=True),
 ]
 
 

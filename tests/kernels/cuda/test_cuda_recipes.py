@@ -3,11 +3,12 @@ Called by pytest, with -m gpu on a GPU; judged by the arithmetic of tests/oracle
 """
 
 from contextlib import nullcontext
-from itertools import pairwise
+from itertools import pairwise, product
 
 import pytest
 import torch
 from emulated_gemms import emulate_device
+from fast_cases import others_slow
 from oracle import RecipeLinear, relative_error, round_to_recipe
 
 from thunder_moe.kernels import rounded_weights, slow_paths
@@ -181,11 +182,22 @@ def on_hopper(device, monkeypatch):
         pytest.skip("needs compute capability 9.0")
 
 
-@pytest.mark.parametrize("recipe", ["mxfp8", "fp8"])
-@pytest.mark.parametrize("capability", [(9, 0), pytest.param((8, 0), marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
-    ("dtype", "n", "k"),
-    [(BF16, 48, 144), (torch.float32, 20, 36), pytest.param(BF16, 20, 36, marks=pytest.mark.slow)],
+    ("recipe", "capability", "dtype", "n", "k"),
+    [
+        *product(["mxfp8", "fp8"], [(9, 0)], [BF16], [48], [144]),
+        *product(["mxfp8", "fp8"], [(9, 0)], [torch.float32], [20], [36]),
+        *others_slow([("fp8", (8, 0), BF16, 48, 144), ("mxfp8", (8, 0), BF16, 20, 36), ("fp8", (9, 0), BF16, 20, 36)]),
+        *others_slow(
+            [
+                ("mxfp8", (8, 0), BF16, 48, 144),
+                ("fp8", (8, 0), BF16, 20, 36),
+                ("mxfp8", (9, 0), BF16, 20, 36),
+                *product(["mxfp8", "fp8"], [(8, 0)], [torch.float32], [20], [36]),
+            ],
+            exhaustive=True,
+        ),
+    ],
 )
 def test_products(device, monkeypatch, recipe, capability, dtype, n, k):
     """Rows past the end are NaN: zeros come of them; a buffer keeps them. main_grad is added to. A

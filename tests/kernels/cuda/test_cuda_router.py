@@ -104,8 +104,14 @@ def check_linear(tokens, hidden_size, options, dtype, experts=16, linear_bias=Fa
         assert torch.equal(result, other)  # of the logits that it returns
 
 
-@pytest.mark.parametrize("dtype", others_slow([torch.bfloat16, torch.float16], [torch.bfloat16]))
-@pytest.mark.parametrize("tokens", others_slow([1, 3], [3]))
+@pytest.mark.parametrize(
+    ("tokens", "dtype"),
+    [
+        (3, torch.bfloat16),
+        *others_slow([(1, torch.float16)]),
+        *others_slow([(1, torch.bfloat16), (3, torch.float16)], exhaustive=True),
+    ],
+)
 def test_linear_layer_and_router_in_one_kernel(emulated, tokens, dtype, monkeypatch):
     monkeypatch.setattr(routing, "LINEAR_ROUTER_TOKENS", 4)
     monkeypatch.setattr(routing, "router_logits", None)
@@ -133,9 +139,14 @@ def test_weights_read_early_give_the_same_bits(emulated):
         assert torch.equal(one, other)
 
 
-@pytest.mark.parametrize("dtype", others_slow([torch.bfloat16, torch.float16], [torch.bfloat16]))
 @pytest.mark.parametrize(
-    ("tokens", "hidden_size"), others_slow([(1, 2056), (3, 264), (2, 2056)], [(1, 2056), (3, 264)])
+    ("tokens", "hidden_size", "dtype"),
+    [
+        (1, 2056, torch.bfloat16),
+        (3, 264, torch.bfloat16),
+        *others_slow([(2, 2056, torch.float16)]),
+        *others_slow([(2, 2056, torch.bfloat16), (1, 2056, torch.float16), (3, 264, torch.float16)], exhaustive=True),
+    ],
 )
 def test_norm_of_a_sum_in_front(emulated, tokens, hidden_size, dtype):
     x, residual = torch.randn(2, tokens, hidden_size).to(dtype)

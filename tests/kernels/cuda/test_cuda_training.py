@@ -368,7 +368,7 @@ RANKS = [(torch.bfloat16, 16, 200, [0, 5, 0, 140, 1]), (torch.float16, 40, 72, [
 
 @pytest.mark.parametrize("gathered", [False, True])
 @pytest.mark.parametrize("wide_first", [False, True])
-@pytest.mark.parametrize(("dtype", "rank", "k", "splits"), others_slow(RANKS, [torch.bfloat16]))
+@pytest.mark.parametrize(("dtype", "rank", "k", "splits"), others_slow(RANKS, [torch.bfloat16], exhaustive=True))
 def test_rank_wgrad(device, monkeypatch, dtype, rank, k, splits, wide_first, gathered):
     monkeypatch.setattr(wgrad, "MAX_EXPERTS", 2 if len(splits) == 3 else 1024)  # in two parts
     torch.manual_seed(0)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from emulated_gemms import CONFIGS, DTYPES, FAST, TILED_CONFIGS, make
 from emulator.guarded_memory import guarded
-from fast_cases import others_slow
+from fast_cases import one_of_each, others_slow
 from oracle import KERNEL_TOLERANCE, relative_error
 from pairwise import pairwise
 
@@ -28,7 +28,7 @@ CLUSTERS = {
 ALL = CONFIGS | TILED_CONFIGS | CLUSTERS
 
 
-@pytest.mark.parametrize("dtype", others_slow(DTYPES, DTYPES[:1]))
+@pytest.mark.parametrize("dtype", others_slow(DTYPES, DTYPES[:1], exhaustive=True))
 @pytest.mark.parametrize("name", ["split 8", "wgmma", *FAST[-2:], "two blocks"])
 def test_mm(emulated, hopper, name, dtype):
     config = ALL[name]
@@ -50,7 +50,7 @@ SHARED = {
 }
 
 
-@pytest.mark.parametrize(("name", "rows"), others_slow(pairwise(list(SHARED), [5, 33, 64, 75]), ["tiled wgmma"]))
+@pytest.mark.parametrize(("name", "rows"), one_of_each(pairwise(list(SHARED), [5, 33, 64, 75]), ["tiled wgmma"]))
 def test_few_tiles_are_shared_by_blocks(emulated, hopper, name, rows):
     """It holds also if a tile's last rows take fewer tokens than its first, and if tiles differ in the number of
     tokens."""
@@ -71,6 +71,7 @@ def test_float32_runs_on_the_reference(emulated):
     assert relative_error(cuda.mm(x, weight, torch.ones(64)), x @ exact[0].T + 1) < 1e-5
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("rows", [1, 33, 75])
 @pytest.mark.parametrize("name", others_slow(CLUSTERS, ["three blocks, two warpgroups along K"]))
 def test_a_cluster_shares_a_tile(emulated, hopper, name, rows):

@@ -9,6 +9,7 @@ import torch
 from emulated_gemms import emulate_device
 from fast_cases import others_slow
 from oracle import KERNEL_TOLERANCE, relative_error
+from pairwise import pairwise
 
 from thunder_moe.formats.weight import WeightOperands
 from thunder_moe.kernels import reference
@@ -43,8 +44,7 @@ MM = [(1, 64, 64), (3, 128, 576), (8, 192, 1088), (2, 64, 6144)]  # rows, N, K
 
 @pytest.mark.parametrize(
     ("format", "dtype", "sizes"),
-    [("nvfp4", torch.bfloat16, MM[1]), ("mxfp8", torch.float16, MM[2])]
-    + others_slow([(format, dtype, sizes) for format in FORMATS for dtype in DTYPES for sizes in MM], ()),
+    [("nvfp4", torch.bfloat16, MM[1]), ("mxfp8", torch.float16, MM[2])] + others_slow(pairwise(FORMATS, DTYPES, MM)),
 )
 def test_mm(tiled, format, dtype, sizes):
     device, make = tiled
@@ -89,7 +89,7 @@ NORMED = [(1, 64, 64), (2, 128, 576), (2, 192, 1088)]
 @pytest.mark.parametrize(
     ("format", "dtype", "sizes"),
     [("nvfp4", torch.bfloat16, NORMED[1]), ("mxfp8", torch.float16, NORMED[2])]
-    + others_slow([(format, dtype, sizes) for format in FORMATS for dtype in DTYPES for sizes in NORMED], ()),
+    + others_slow(pairwise(FORMATS, DTYPES, NORMED)),
 )
 def test_norm_of_a_sum_in_front(tiled, format, dtype, sizes):
     device, make = tiled

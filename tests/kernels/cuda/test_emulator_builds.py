@@ -42,6 +42,6 @@ def test_another_compiler_or_source_is_another_build(compiled, monkeypatch):
     assert build._key("source") != first
 
 
-def test_what_does_not_compile_shows_the_compiler_message(compiled):
+def test_what_does_not_compile_shows_the_compiler_message():
     with pytest.raises(AssertionError, match="nothing"):
         build.library(cuda.ROUTE, "nothing", RowStartsArguments)

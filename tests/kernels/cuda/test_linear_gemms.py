@@ -5,7 +5,7 @@ Called by pytest; emulated launches replace kernels/cuda/launch.py, all else is 
 import pytest
 import torch
 from emulated_gemms import CONFIGS, DTYPES, SWIGLU_CONFIGS, make
-from fast_cases import others_slow
+from fast_cases import one_of_each
 from oracle import KERNEL_TOLERANCE, grouped_mm, grouped_swiglu, relative_error
 from pairwise import pairwise
 
@@ -15,7 +15,7 @@ KS = [16, 48, 128, 656, 1280]
 EDGES = [("split 8", 16, DTYPES[0]), ("staged", 656, DTYPES[0]), ("wgmma", 48, DTYPES[1])]
 
 
-@pytest.mark.parametrize(("name", "k", "dtype"), [*EDGES, *others_slow(pairwise(list(CONFIGS), KS, DTYPES), ())])
+@pytest.mark.parametrize(("name", "k", "dtype"), [*EDGES, *one_of_each(pairwise(list(CONFIGS), KS, DTYPES))])
 def test_grouped_mm(emulated, name, k, dtype):
     offsets = torch.tensor([3, 3, 40, 42], dtype=torch.int32)
     for n in (16, 88) if k != 48 else (33,):
@@ -30,7 +30,7 @@ SWIGLU_EDGES = [("split 4", (88, 272), DTYPES[0]), ("staged", (16, 128), DTYPES[
 
 @pytest.mark.parametrize(
     ("name", "n_k", "dtype"),
-    [*SWIGLU_EDGES, *others_slow(pairwise(list(SWIGLU_CONFIGS), [(16, 128), (88, 272)], DTYPES), ())],
+    [*SWIGLU_EDGES, *one_of_each(pairwise(list(SWIGLU_CONFIGS), [(16, 128), (88, 272)], DTYPES))],
 )
 def test_grouped_swiglu(emulated, name, n_k, dtype):
     offsets = torch.tensor([3, 3, 40, 42], dtype=torch.int32)

@@ -5,7 +5,7 @@ Called by pytest; emulated launches replace kernels/cuda/launch.py, all else is 
 import pytest
 import torch
 from emulated_gemms import CONFIGS, FAST, TILED_CONFIGS, make
-from fast_cases import others_slow
+from fast_cases import one_of_each
 from oracle import grouped_mm, relative_error
 from pairwise import pairwise
 
@@ -25,7 +25,7 @@ TIMED_TILES = [
 
 @pytest.mark.parametrize(
     ("name", "order", "late_copies", "late_products"),
-    others_slow(pairwise([*TIMED, *TIMED_TILES], [0, 1, 2, 3], [0, 1], [0, 1]), FAST),
+    one_of_each(pairwise([*TIMED, *TIMED_TILES], [0, 1, 2, 3], [0, 1], [0, 1]), FAST),
 )
 def test_waits_and_barriers_hold_against_any_timing(
     emulated, hopper, adversary, monkeypatch, name, order, late_copies, late_products

@@ -2,10 +2,12 @@
 Called by pytest; emulated launches replace kernels/cuda/launch.py, all else is the backend's own code.
 """
 
+from itertools import product
+
 import pytest
 import torch
 from emulated_gemms import CONFIGS, FAST, TILED_CONFIGS, emulate_device, gemm_with_scratch, make
-from fast_cases import others_slow
+from fast_cases import one_of_each, others_slow
 from oracle import grouped_mm, relative_error
 
 from thunder_moe.kernels import chains
@@ -23,8 +25,10 @@ SHARED_TILES = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("ends", [(1, 20, 33, 40), (0, 40, 40, 40)], ids=str)  # the latter leaves blocks without work
-@pytest.mark.parametrize("name", others_slow([*CONFIGS, *TILED_CONFIGS], FAST))
+ENDS = (1, 20, 33, 40), (0, 40, 40, 40)  # the latter leaves blocks without work
+
+
+@pytest.mark.parametrize(("name", "ends"), one_of_each(product([*CONFIGS, *TILED_CONFIGS], ENDS), FAST))
 def test_result_does_not_depend_on_the_number_of_blocks(emulated, hopper, monkeypatch, name, ends):
     config, results = (CONFIGS | TILED_CONFIGS)[name], []
     weight, exact = make(4, 160 if config.layout == "linear" else 192, 320)
@@ -42,14 +46,14 @@ def test_result_does_not_depend_on_the_number_of_blocks(emulated, hopper, monkey
     ("config", "tiles", "stages", "shared"),
     [
         *((SMALL_TILES, *row) for row in SHARED_TILES[::3]),
-        *others_slow(((LARGE_TILES, *row) for row in SHARED_TILES[1::3]), ()),
-        *others_slow(((WGMMA_TILES, *row) for row in SHARED_TILES[2::3]), ()),
+        *others_slow((LARGE_TILES, *row) for row in SHARED_TILES[1::6]),
+        *others_slow((WGMMA_TILES, *row) for row in SHARED_TILES[2::6]),
         *others_slow(
             (
                 (config, *row)
                 for first, config in enumerate((SMALL_TILES, LARGE_TILES, WGMMA_TILES))
                 for i, row in enumerate(SHARED_TILES)
-                if i % 3 != first
+                if i % (6 if first else 3) != first
             ),
             exhaustive=True,
         ),
@@ -73,7 +77,7 @@ def test_blocks_share_tiles(emulated, hopper, monkeypatch, config, tiles, stages
 
 
 @pytest.mark.parametrize(
-    "config", others_slow([SMALL_TILES, GemmConfig("tiled_mma", 1, 2, 2, 2, 1, True)], [SMALL_TILES])
+    "config", [SMALL_TILES, *others_slow([GemmConfig("tiled_mma", 1, 2, 2, 2, 1, True)], exhaustive=True)]
 )
 @pytest.mark.parametrize(("tiles", "stages"), [(1, 15), (3, 9), (8, 6)])
 def test_blocks_share_tiles_of_one_row(emulated, hopper, monkeypatch, config, tiles, stages):
