@@ -47,6 +47,7 @@ def output(example: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> Pat
     try:
         with pytest.MonkeyPatch.context() as patch:
             few_batches(patch, example, 10)
+            patch.setattr(example, "inner_compiler", lambda device: "aot_eager")  # Inductor compiles for half a minute
             sizes = ["--steps", str(STEPS), "--hidden", "32", "--layers", str(LAYERS)]
             example.main([*sizes, "--output", str(directory)])
     finally:
@@ -235,7 +236,7 @@ def test_hf_moe_names_a_missing_directory(hf_moe: ModuleType, capsys: pytest.Cap
 
 
 @pytest.mark.parametrize(
-    "mode", ["eager", *(pytest.param(mode, marks=pytest.mark.slow) for mode in ("dynamo", "thunder"))]
+    "mode", ["eager", *(pytest.param(mode, marks=pytest.mark.exhaustive) for mode in ("dynamo", "thunder"))]
 )
 def test_the_demos_model_trains_with_grouped_mlp_to_the_same_loss(example: ModuleType, mode: str) -> None:
     args = Namespace(steps=6, seed=0, device=torch.device("cpu"))

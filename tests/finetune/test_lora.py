@@ -136,7 +136,7 @@ def test_torch_compile(kind):
     compare(model, args, torch.compile(model["m"], backend="thunder_moe", fullgraph=True, options=inner))
 
 
-@pytest.mark.parametrize("kind", ["clamped", pytest.param("llama4", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kind", ["clamped", pytest.param("llama4", marks=pytest.mark.exhaustive)])
 def test_thunder(kind):
     from thunder_moe import moe_executor
 

@@ -103,7 +103,7 @@ def test_hessians_are_of_the_rows_of_each_expert():
 
 
 @pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss", "llama4"])
-@pytest.mark.parametrize("scale_search", [None, pytest.param("mse", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("scale_search", [None, pytest.param("mse", marks=pytest.mark.exhaustive)])
 def test_models_of_transformers(name, scale_search):
     """Grouped GEMMs; transposed weights with biases; all experts on all tokens. Dense layers, some of them stacked."""
     plain, batches, held_out = tiny_model(name, torch.bfloat16), [tokens(1), tokens(2)], tokens(3)
@@ -312,7 +312,7 @@ KINDS_OF_LAYERS = ["deepseek_v3", "gemma4", "gpt_oss", "jamba", "lfm2_moe", "lla
 @pytest.mark.parametrize(
     "name",
     [
-        *others_slow(KINDS_OF_LAYERS),
+        *others_slow(KINDS_OF_LAYERS, exhaustive=True),
         *others_slow(sorted((ARCHITECTURES | OTHERS).keys() - set(KINDS_OF_LAYERS)), exhaustive=True),
     ],
 )

@@ -164,7 +164,9 @@ KINDS = {
 
 
 # Compiled, two kinds are in the fast set.
-COMPILED = [kind if kind in ("fused", "own gate") else pytest.param(kind, marks=pytest.mark.slow) for kind in KINDS]
+COMPILED = [
+    kind if kind in ("fused", "own gate") else pytest.param(kind, marks=pytest.mark.exhaustive) for kind in KINDS
+]
 
 
 @pytest.mark.parametrize(
@@ -698,7 +700,7 @@ SET_AFTERWARDS += [("gpt_oss", change) for change in ("limit", "alpha", "gate")]
 
 
 @pytest.mark.parametrize(("name", "change"), SET_AFTERWARDS)
-@pytest.mark.parametrize("way", ["eager", "adapted", pytest.param("compiled", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("way", ["eager", "adapted", pytest.param("compiled", marks=pytest.mark.exhaustive)])
 def test_an_activation_that_is_set_after_quantize_is_what_runs(name, change, way):
     quantized, decoded = quantized_and_decoded(tiny_model(name, config=tiny_config(name, layers=1)))
     if way == "adapted":
