@@ -198,7 +198,7 @@ def hf_moe() -> ModuleType:
     return load_example("hf_moe")
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_hf_moe_generates_three_ways(hf_moe: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
     texts = hf_moe.main(["--new-tokens", "4", "--device", "cpu", "--backend", "eager"])
     assert [(name, *text.shape) for name, text in texts.items()] == [
@@ -225,6 +225,7 @@ def test_hf_moe_runs_a_model_of_a_directory(
     arguments = ["--prompt", "the experts of a layer", "--new-tokens", "3", "--device", "cpu", "--backend", "eager"]
     texts = hf_moe.main(["--model", str(tmp_path), *arguments])
     assert texts["nvfp4 compiled"].shape == (1, 3)
+    assert torch.equal(texts["nvfp4"], texts["nvfp4 compiled"])
     assert "nvfp4 compiled: " in capsys.readouterr().out
 
 

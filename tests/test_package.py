@@ -127,7 +127,11 @@ except ImportError:
 
 
 @pytest.mark.parametrize(
-    "act", ["import torch._dynamo, thunder_moe", "import thunder_moe; thunder_moe.register('torch'); import torch"]
+    "act",
+    [
+        "import thunder_moe; thunder_moe.register('torch'); import torch",
+        pytest.param("import torch._dynamo, thunder_moe", marks=pytest.mark.exhaustive),
+    ],
 )
 def test_torch_compile_knows_the_backend_of_a_package_that_is_not_installed(act):
     code = f"""

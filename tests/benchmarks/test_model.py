@@ -199,10 +199,10 @@ def test_the_head_is_quantized_with_the_layers(config, uncompiled, monkeypatch, 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["thunder_moe", pytest.param("quantize_ linears", marks=pytest.mark.exhaustive)])
 def test_a_compiled_column(config, name):
-    row, error = run(spec(config(layers=1), name, inner="aot_eager", prompts=(8,)))
+    row, error = run(spec(config(layers=1), name, inner="aot_eager", batches=(3,), prompts=(8,)))
     assert error is None
     assert row["relative_error"] < 0.05
-    assert list(row["decode"]) == ["1", "3"]
+    assert list(row["decode"]) == ["3"]
 
 
 @pytest.mark.slow

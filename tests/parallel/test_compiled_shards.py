@@ -29,6 +29,7 @@ def test_a_compiler_packs_shards_and_notices_their_changes(run, compiler):
         assert decisions == ["nvfp4 + swiglu", "nvfp4 + swiglu", "nvfp4"]
 
 
+@pytest.mark.exhaustive
 def test_a_compiler_packs_whole_experts_of_a_rank(run):
     style = ExpertParallel(capacity=6)
     for error, decisions in run(programs.run_packed_by_compiler, "torch.compile", style):
@@ -56,7 +57,7 @@ def test_weights_that_are_quantized_before_the_cut(run, compiler, format):
 @pytest.mark.parametrize(
     ("compiler", "quantized"),
     [
-        ("torch.compile", False),
+        pytest.param("torch.compile", False, marks=pytest.mark.exhaustive),
         ("torch.compile", True),
         pytest.param("thunder.jit", False, marks=[pytest.mark.slow, pytest.mark.exhaustive, MISSING]),
         pytest.param("thunder.jit", True, marks=[pytest.mark.slow, MISSING]),

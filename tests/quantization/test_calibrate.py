@@ -165,7 +165,7 @@ def break_chain(model):
         layer.register_forward_pre_hook(copied, with_kwargs=True)
 
 
-@pytest.mark.parametrize("device", [None, "cpu"])
+@pytest.mark.parametrize("device", [None, pytest.param("cpu", marks=pytest.mark.exhaustive)])
 def test_layers_run_on_stored_results(device):
     batches, options = [tokens(1), tokens(2)], dict(linears=["*_proj", "lm_head"])
     chain, passes = deep(), deep()

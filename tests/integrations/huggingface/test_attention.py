@@ -684,7 +684,7 @@ def test_chosen_later():
 
 
 @pytest.mark.parametrize("name", ["qwen3_moe", *others_slow(["llama4"], exhaustive=True)])
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_compiled_with_a_static_cache(name):
     prompt = tokens()
     mask = torch.ones_like(prompt)
@@ -699,11 +699,9 @@ def test_compiled_with_a_static_cache(name):
 
 @pytest.mark.parametrize(
     "act",
-    [
-        "import transformers, thunder_moe",
-        pytest.param("import thunder_moe; thunder_moe.register('transformers')", marks=pytest.mark.exhaustive),
-    ],
+    ["import transformers, thunder_moe", "import thunder_moe; thunder_moe.register('transformers')"],
 )
+@pytest.mark.exhaustive  # test_registration.py looks at these registries after both
 def test_is_known_once_registered(act):
     code = (
         f"{act}\n"

@@ -86,7 +86,7 @@ def one_layer(model):
 
 @needs_sharding
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", ["all_reduce", "tp"])
+@pytest.mark.parametrize("layout", ["all_reduce", pytest.param("tp", marks=pytest.mark.exhaustive)])
 def test_compiles_without_a_graph_break(layout, saved, ranks):
     path, _ = saved("qwen3_moe", one_layer)
     for actual, expected in ranks(2)(jobs.compiled, path, LAYOUTS[layout]):
