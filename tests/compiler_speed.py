@@ -1,5 +1,5 @@
 """Takes out of a process what makes up most of the compilers' time in tests, and what no result depends on.
-Called by tests/conftest.py before each test and, in the processes of a group, by tests/processes.py; patches the
+Called by tests/conftest.py before each fixture and, in the processes of a group, by tests/processes.py; patches the
 interpreter's `dis`, torch._dynamo and Thunder.
 """
 

@@ -48,11 +48,17 @@ def pytest_collection_finish():
     hide_from_collector()
 
 
-@pytest.fixture(autouse=True)
-def _fast_compilers(request):
-    """Only where tests are left out: the whole matrix runs the compilers without these patches."""
+def pytest_fixture_setup(request):
+    """Only where tests are left out: the whole matrix runs the compilers without these patches.
+
+    Before each fixture, since one of a module may compile, and another one import the compiler.
+    """
     if "not exhaustive" in request.config.option.markexpr or "not slow" in request.config.option.markexpr:
         speed_up_compilers()
+
+
+@pytest.fixture(autouse=True)
+def _few_objects():
     yield
     collect_if_many()
 

@@ -51,7 +51,7 @@ def covering(cases: Sequence[Mapping[str, int]], strength: int) -> set[int]:
 
 @pytest.hookimpl(tryfirst=True)  # before -m selects
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Marks the cases of a test with `covering(strength)` that are not chosen: slow, and exhaustive."""
+    """Marks the cases of a test with `covering(strength)` that are not chosen exhaustive; exhaustive tests are slow."""
     tables: dict[str, list[pytest.Item]] = {}
     for item in items:
         if item.get_closest_marker("covering") is not None:
@@ -63,5 +63,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         fast = covering(cases, *marker.args)
         for position, item in enumerate(table):
             if position not in fast:
-                item.add_marker(pytest.mark.slow)
                 item.add_marker(pytest.mark.exhaustive)
+    for item in items:
+        if item.get_closest_marker("exhaustive") is not None:
+            item.add_marker(pytest.mark.slow)

@@ -6,6 +6,7 @@ Called by tests; calls multiprocessing's fork server `FORKS`, which imports torc
 import datetime
 import multiprocessing
 import os
+import socket
 import sys
 import tempfile
 import time
@@ -97,6 +98,16 @@ class Ranks:
             self._processes[rank].join()
             return "error", f"ended with status {self._processes[rank].exitcode}"
 
+    def as_of_torchrun(self, function, *args) -> list:
+        """Calls a function that makes a process group itself and ends it, as under torchrun, and ends this one."""
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        try:
+            return self(_without_group, port, function, args)
+        finally:
+            self.close()
+
     @property
     def alive(self) -> bool:
         return all(process.is_alive() for process in self._processes)
@@ -108,6 +119,14 @@ class Ranks:
             process.kill()
             process.join()
         self._folder.cleanup()
+
+
+def _without_group(port: int, function, args: tuple):
+    import torch.distributed as dist
+
+    dist.destroy_process_group()
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    return function(*args)
 
 
 def _serve(pipe, rank: int, size: int, store: str, backend: str, path: list[str]) -> None:

@@ -70,9 +70,9 @@ print(sorted(set(thunder_moe._HOME) - set(globals())), Llama4MoE.__name__)
     "code",
     [
         "from thunder_moe import moe_executor; import thunder",
-        "import thunder_moe; thunder_moe.register('thunder'); import thunder",
         *others_slow(
             [
+                "import thunder_moe; thunder_moe.register('thunder'); import thunder",
                 "import thunder_moe; thunder_moe.register(); import thunder",
                 "from thunder_moe.compilers.thunder.executor import NVFP4MoE; import thunder",
             ],
@@ -127,7 +127,11 @@ except ImportError:
 
 
 @pytest.mark.parametrize(
-    "act", ["import torch._dynamo, thunder_moe", "import thunder_moe; thunder_moe.register('torch'); import torch"]
+    "act",
+    [
+        "import thunder_moe; thunder_moe.register('torch'); import torch",
+        pytest.param("import torch._dynamo, thunder_moe", marks=pytest.mark.exhaustive),
+    ],
 )
 def test_torch_compile_knows_the_backend_of_a_package_that_is_not_installed(act):
     code = f"""
@@ -140,7 +144,13 @@ print(torch._dynamo.list_backends().count("thunder_moe"))
     assert fresh_python(code).splitlines() == ["thunder_moe.compilers.dynamo.backend", "1"]
 
 
-@pytest.mark.parametrize("first", ["import thunder_moe", "import torch._dynamo", "import torch._dynamo, thunder_moe"])
+@pytest.mark.parametrize(
+    "first",
+    [
+        "import thunder_moe",
+        *others_slow(["import torch._dynamo", "import torch._dynamo, thunder_moe"], exhaustive=True),
+    ],
+)
 @pytest.mark.slow
 def test_an_installed_package_has_one_backend(first):
     code = f"""

@@ -12,6 +12,7 @@ import weakref
 
 import pytest
 import torch
+from processes import FORKS
 from torch import nn
 
 from thunder_moe import refresh_, weight_cache
@@ -461,8 +462,8 @@ def send(queue, weight):
 
 
 @pytest.mark.slow
-def test_weights_in_spawned_processes():
-    context = torch.multiprocessing.get_context("spawn")
+def test_weights_in_other_processes():
+    context = torch.multiprocessing.get_context(FORKS.get_start_method())
     queue, weight = context.Queue(), parameter(2, 8, 32)
     get(weight)
     process = context.Process(target=send, args=(queue, weight))

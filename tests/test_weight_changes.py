@@ -45,7 +45,7 @@ class Experts(nn.Module):
 
 @pytest.fixture(
     params=[
-        pytest.param(compile_, id=name, marks=[pytest.mark.slow] * (name == "inductor"))
+        pytest.param(compile_, id=name, marks=[pytest.mark.exhaustive] * (name == "inductor"))
         for name, compile_ in COMPILERS.items()
     ]
 )

@@ -2,12 +2,10 @@
 Called by pytest; calls benchmarks/suites/inference.py on tiny models.
 """
 
+import contextlib
+import io
 import json
 import math
-import os
-import subprocess
-import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -16,6 +14,7 @@ from torch.torch_version import TorchVersion
 
 pytest.importorskip("transformers")
 
+from fast_cases import others_slow
 from tiny_models import tiny_config, tiny_model, tokens
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -215,10 +214,15 @@ def test_an_interrupt_keeps_what_was_measured(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("mode", "name", "columns"),
     [
-        ("inductor", "llama4", "thunder_moe,quantize_ linears"),
         ("thunder", "llama4", "thunder_moe"),
-        pytest.param("thunder", "llama4", "quantize_ linears", marks=pytest.mark.exhaustive),
-        ("thunderjit", "qwen3_moe", "thunder_moe"),  # a cell takes a quarter of a minute
+        *others_slow(  # a cell takes a quarter of a minute
+            [
+                ("inductor", "llama4", "thunder_moe,quantize_ linears"),
+                ("thunder", "llama4", "quantize_ linears"),
+                ("thunderjit", "qwen3_moe", "thunder_moe"),
+            ],
+            exhaustive=True,
+        ),
     ],
 )
 @pytest.mark.slow
@@ -227,6 +231,23 @@ def test_compiled_cells(tmp_path, mode, name, columns):
     rows, status = run("--mode", mode, "--model-name", name, "--columns", columns, output=tmp_path)
     assert status == 0
     assert all(row["metrics"]["total_time_ms"] > 0 and row["relative_error"] < 0.03 for row in rows)
+
+
+@pytest.mark.slow
+def test_a_cell_of_torch_compile(tmp_path, monkeypatch):
+    """With graphs that run eagerly: Inductor compiles for a minute."""
+    compile_ = torch.compile
+
+    def compile_with_eager(model, *, backend, options=None, **others):
+        if options is not None:
+            options = {**options, "thunder_moe.inner": "eager"}
+        return compile_(model, backend=backend, options=options, **others)
+
+    monkeypatch.setattr(torch, "compile", compile_with_eager)
+    (row,), status = run("--mode", "inductor", "--columns", "thunder_moe", output=tmp_path)
+    assert status == 0
+    assert row["metrics"]["total_time_ms"] > 0
+    assert row["relative_error"] < 0.03
 
 
 @pytest.mark.gpu
@@ -332,26 +353,20 @@ def test_a_vocabulary_that_the_ranks_do_not_divide(ranks):
         assert message == "lm_head: it has out_features=65, wanted a multiple of 2, for 2 ranks"
 
 
+def run_main(arguments):
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        main(arguments)
+    return out.getvalue()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["eager", pytest.param("inductor", marks=pytest.mark.exhaustive)])
-def test_processes_of_torchrun_are_tensor_parallel(tmp_path, mode):
+def test_processes_of_torchrun_are_tensor_parallel(ranks, tmp_path, mode):
     """tests/parallel/test_compiled_shards.py has Thunder, whose traces of this model take minutes."""
-    columns = ["quantize_", suite.QUANTIZED]
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "benchmarks", "inference"]
-    options = ["--mode", mode, "--columns", ",".join(columns), "--save-results", "--output-dir", str(tmp_path)]
-    root = Path(__file__).parents[2]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(root)}
-    done = subprocess.run(
-        [*command, *SMALL, *options],
-        cwd=root,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=900,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("Throughput Metrics") == 1  # of one process
+    options = ["--mode", mode, "--columns", f"quantize_,{suite.QUANTIZED}"]
+    options += ["--save-results", "--output-dir", str(tmp_path)]
+    printed = ranks(2).as_of_torchrun(run_main, ["inference", *SMALL, *options])
+    assert ["Throughput Metrics" in text for text in printed] == [True, False]
     saved = json.loads((tmp_path / REPORT).read_text())
     assert saved["config"]["ranks"] == 2
     assert ["metrics" in row for row in saved["rows"]] == [True, False]

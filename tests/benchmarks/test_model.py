@@ -199,10 +199,10 @@ def test_the_head_is_quantized_with_the_layers(config, uncompiled, monkeypatch, 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["thunder_moe", pytest.param("quantize_ linears", marks=pytest.mark.exhaustive)])
 def test_a_compiled_column(config, name):
-    row, error = run(spec(config(layers=1), name, inner="aot_eager", prompts=(8,)))
+    row, error = run(spec(config(layers=1), name, inner="aot_eager", batches=(3,), prompts=(8,)))
     assert error is None
     assert row["relative_error"] < 0.05
-    assert list(row["decode"]) == ["1", "3"]
+    assert list(row["decode"]) == ["3"]
 
 
 @pytest.mark.slow
@@ -307,9 +307,9 @@ def test_an_interrupt_keeps_what_was_measured(config, workers, tmp_path, monkeyp
 @pytest.mark.slow
 def test_model_runs_end_to_end(config, tmp_path, capsys):
     sizes = ["--batch", "3", "--prompts", "8", "--context", "16", "--generate", "4,3", "--rounds", "3"]
-    arguments = ["--models", config(layers=1), *sizes, "--columns", "quantize_", "--inner", "aot_eager"]
+    arguments = ["--models", config(layers=1), *sizes, "--columns", "eager bf16"]
     rows = main(["model", "--device", "cpu", *arguments, "--output", str(tmp_path / "out")])
-    assert [(row["model"], row["column"]) for row in rows] == [("qwen3_moe", "quantize_")]
+    assert [(row["model"], row["column"]) for row in rows] == [("qwen3_moe", "eager bf16")]
     assert rows[0]["decode"]["3"]["floor_share"] > 0
     assert "decode, batch 3" in capsys.readouterr().out
 
@@ -435,7 +435,9 @@ log("ends")
 """
 
 
-@pytest.mark.parametrize(("capacity", "jobs"), [(0.0, 3), (1e15, 2), (1e15, 9)])
+@pytest.mark.parametrize(
+    ("capacity", "jobs"), [(0.0, 3), (1e15, 2), pytest.param(1e15, 9, marks=pytest.mark.exhaustive)]
+)
 @pytest.mark.slow
 def test_a_process_measures_when_no_other_computes(config, tmp_path, monkeypatch, capacity, jobs):
     log = tmp_path / "log"

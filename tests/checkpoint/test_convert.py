@@ -655,14 +655,15 @@ def test_output_that_nobody_can_read(tmp_path, capsys, monkeypatch):
 
 
 @pytest.mark.slow
-def test_help():
-    command = [sys.executable, "-m", "thunder_moe"]
-    text = subprocess.run([*command, "convert", "--help"], check=True, capture_output=True, text=True).stdout
+def test_help(capsys):
+    command = [sys.executable, "-m", "thunder_moe", "convert", "--help"]
+    text = subprocess.run(command, check=True, capture_output=True, text=True).stdout
     for option in ("--scale-search {mse,none}", "--device", "--max-shard-size", "--quiet", "source", "destination"):
         assert option in text
-    wrong = subprocess.run([*command, "convert", "a"], capture_output=True, text=True)
-    assert wrong.returncode == 2
-    assert "destination" in wrong.stderr
+    with pytest.raises(SystemExit) as stopped:
+        main(["convert", "a"])
+    assert stopped.value.code == 2
+    assert "destination" in capsys.readouterr().err
 
 
 def test_interruption_is_said(tmp_path, monkeypatch, capsys):

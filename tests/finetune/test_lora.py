@@ -136,7 +136,7 @@ def test_torch_compile(kind):
     compare(model, args, torch.compile(model["m"], backend="thunder_moe", fullgraph=True, options=inner))
 
 
-@pytest.mark.parametrize("kind", ["clamped", pytest.param("llama4", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kind", ["clamped", pytest.param("llama4", marks=pytest.mark.exhaustive)])
 def test_thunder(kind):
     from thunder_moe import moe_executor
 
@@ -238,7 +238,7 @@ def test_an_interrupted_merge_is_undone(quantized):
     model, args = adapted("mlp", quantized=quantized)
     before = model["m"](*args)
     moments = 0
-    for _ in interrupted(lambda: merge_lora_(model), step=3):
+    for _ in interrupted(lambda: merge_lora_(model), step=7):
         assert torch.equal(model["m"](*args), before)
         moments += 1
     assert moments > 5

@@ -95,7 +95,7 @@ def test_a_model_of_transformers_and_the_way_back():
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::thunder_moe.compilers.report.RewriteWarning")
-@pytest.mark.parametrize("backend", ["aot_eager", "thunder_moe"])
+@pytest.mark.parametrize("backend", [pytest.param("aot_eager", marks=pytest.mark.exhaustive), "thunder_moe"])
 def test_a_compiled_model_of_transformers(backend):
     model, ids = prepare_8bit_training_(tiny_model("qwen3_moe", torch.float32), "fp8"), torch.arange(5)[None]
     options = {"thunder_moe.inner": "aot_eager"} if backend == "thunder_moe" else None

@@ -388,7 +388,7 @@ def test_a_hook_that_changes_the_input_is_seen():
         handle.remove()
 
 
-@pytest.mark.parametrize("of_class", [False, True])
+@pytest.mark.parametrize("of_class", [False, pytest.param(True, marks=pytest.mark.exhaustive)])
 def test_a_forward_that_is_replaced_may_change_the_input(of_class):
     class Replaced(Attention):
         pass

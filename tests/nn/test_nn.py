@@ -88,7 +88,7 @@ def test_gradients():
         assert relative_error(got, exact) < 1e-4
 
 
-@pytest.mark.parametrize("dynamic", [None, True])
+@pytest.mark.parametrize("dynamic", [pytest.param(None, marks=pytest.mark.exhaustive), True])
 def test_torch_compile_without_a_graph_break(dynamic):
     moe = Llama4MoE(CONFIG, dtype=torch.bfloat16)
     compiled = torch.compile(moe, fullgraph=True, backend="aot_eager", dynamic=dynamic)

@@ -13,7 +13,8 @@ from thunder_moe.parallel import ExpertParallel, TensorParallel
 EXACT, ROUNDED = 1e-5, 1e-2  # float32; bfloat16 (packing the weights alone makes 9e-2)
 MISSING = pytest.mark.skipif(importlib.util.find_spec("thunder") is None, reason="lightning-thunder is not installed")
 JIT, FX = (pytest.param(name, marks=[pytest.mark.slow, MISSING]) for name in ("thunder.jit", "thunderfx"))
-COMPILERS = ["torch.compile", JIT, FX]
+REPEATED = pytest.param("thunder.jit", marks=[pytest.mark.exhaustive, MISSING])
+COMPILERS = ["torch.compile", JIT, pytest.param("thunderfx", marks=[pytest.mark.exhaustive, MISSING])]
 
 
 @pytest.fixture
@@ -28,6 +29,7 @@ def test_a_compiler_packs_shards_and_notices_their_changes(run, compiler):
         assert decisions == ["nvfp4 + swiglu", "nvfp4 + swiglu", "nvfp4"]
 
 
+@pytest.mark.exhaustive
 def test_a_compiler_packs_whole_experts_of_a_rank(run):
     style = ExpertParallel(capacity=6)
     for error, decisions in run(programs.run_packed_by_compiler, "torch.compile", style):
@@ -39,8 +41,8 @@ def test_a_compiler_packs_whole_experts_of_a_rank(run):
     ("compiler", "format"),
     [
         ("torch.compile", "nvfp4"),
-        pytest.param("torch.compile", "mxfp8", marks=pytest.mark.slow),
-        pytest.param("thunder.jit", "nvfp4", marks=[pytest.mark.slow, MISSING]),
+        pytest.param("torch.compile", "mxfp8", marks=pytest.mark.exhaustive),
+        pytest.param("thunder.jit", "nvfp4", marks=[pytest.mark.exhaustive, MISSING]),
         pytest.param("thunder.jit", "mxfp8", marks=[pytest.mark.slow, pytest.mark.exhaustive, MISSING]),
         pytest.param("thunderfx", "nvfp4", marks=MISSING),
         pytest.param("thunderfx", "mxfp8", marks=[pytest.mark.slow, pytest.mark.exhaustive, MISSING]),
@@ -55,7 +57,7 @@ def test_weights_that_are_quantized_before_the_cut(run, compiler, format):
 @pytest.mark.parametrize(
     ("compiler", "quantized"),
     [
-        ("torch.compile", False),
+        pytest.param("torch.compile", False, marks=pytest.mark.exhaustive),
         ("torch.compile", True),
         pytest.param("thunder.jit", False, marks=[pytest.mark.slow, pytest.mark.exhaustive, MISSING]),
         pytest.param("thunder.jit", True, marks=[pytest.mark.slow, MISSING]),
@@ -69,12 +71,12 @@ def test_rows_travel_in_8_bits(run):
     assert max(run(programs.run_training_in_8_bits, "fp8")) < EXACT
 
 
-@pytest.mark.parametrize("compiler", ["torch.compile", JIT])
+@pytest.mark.parametrize("compiler", ["torch.compile", REPEATED])
 def test_a_step_of_an_optimizer_is_noticed(run, compiler):
     assert max(run(programs.run_step, compiler)) < ROUNDED
 
 
-@pytest.mark.parametrize("compiler", [JIT, FX])
+@pytest.mark.parametrize("compiler", [REPEATED, FX])
 def test_thunder_refuses_expert_parallelism(run, compiler):
     for message in run(programs.run_refused, compiler, "expert parallel"):
         assert "ExpertParallel" in message
@@ -82,7 +84,7 @@ def test_thunder_refuses_expert_parallelism(run, compiler):
 
 
 @pytest.mark.skipif(torch.__version__ < "2.13", reason="Thunder traces DTensors")
-@pytest.mark.parametrize("compiler", [JIT, FX])
+@pytest.mark.parametrize("compiler", [REPEATED, FX])
 def test_thunder_refuses_styles_of_torch(run, compiler):
     for message in run(programs.run_refused, compiler, "styles of torch"):
         assert "DTensor" in message

@@ -1,7 +1,9 @@
-"""examples/expert_parallel.py as users start it, on two processes, and what torchrun makes of a rank that raises.
+"""examples/expert_parallel.py on two processes, and what torchrun makes of a rank that raises.
 Called by pytest; calls torchrun.
 """
 
+import contextlib
+import io
 import os
 import runpy
 import subprocess
@@ -19,12 +21,18 @@ def torchrun(script, *options):
     return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=900, check=False)
 
 
+def run_example(arguments):
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        runpy.run_path(str(ROOT / "examples" / "expert_parallel.py"))["main"](arguments)
+    return out.getvalue()
+
+
 @pytest.mark.slow
-def test_example():
+def test_example(ranks):
     sizes = ["--hidden", "64", "--intermediate", "64", "--experts", "4", "--tokens", "8"]
-    run = torchrun("examples/expert_parallel.py", *sizes)
-    assert run.returncode == 0, run.stderr
-    lines = run.stdout.splitlines()
+    text, nothing = ranks(2).as_of_torchrun(run_example, sizes)
+    assert not nothing
+    lines = text.splitlines()
     assert lines[0] == "2 ranks on cpu"
     forms = ["one rank", "EP, exact sizes", "EP, no synchronisation", "EP, all-gather", "TP"]
     assert [form for line in lines[2:] for form in forms if f"  {form}  " in line] == 2 * forms

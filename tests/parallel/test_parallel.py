@@ -7,6 +7,7 @@ The processes are started once; what a test runs in them is in programs.py.
 import programs
 import pytest
 import torch
+from fast_cases import others_slow
 
 from thunder_moe import GroupedSwiGLU
 from thunder_moe.parallel import ExpertParallel, TensorParallel, exchange, expert_load
@@ -126,8 +127,8 @@ def test_fully_shard_over_another_dimension(run, quantized):
     assert max(run(programs.sharded_otherwise, quantized)) < TOLERANCE
 
 
-COMPILED = [("exact", False, True), ("capacity", True, True), ("gather, capacity", True, False)]
-COMPILED += [pytest.param("exact", True, False, marks=pytest.mark.exhaustive)]
+COMPILED = [("exact", False, True), ("gather, capacity", True, False)]
+MORE_COMPILED = [("capacity", True, True), ("exact", True, False)]
 SAVED = [
     (2, "expert", True, "auto"),
     (2, "tensor", True, "tiled_64x64"),
@@ -138,7 +139,7 @@ SAVED = [
 ]
 
 
-@pytest.mark.parametrize(("style", "quantized", "train"), COMPILED)
+@pytest.mark.parametrize(("style", "quantized", "train"), [*COMPILED, *others_slow(MORE_COMPILED, exhaustive=True)])
 @pytest.mark.slow
 def test_compiled_layer(run, style, quantized, train):
     assert max(run(programs.compiled, style, quantized, train)) < TOLERANCE
@@ -240,7 +241,7 @@ def test_no_functional_gather_runs_on_cpus(run):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seconds", [4, pytest.param(20, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("seconds", [2, pytest.param(20, marks=pytest.mark.exhaustive)])
 def test_steps_with_gathers_under_way(run, seconds):
     assert min(run(programs.steps_with_gradients, 1_000_000, seconds)) > 0
 

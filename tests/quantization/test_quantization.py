@@ -350,7 +350,7 @@ def test_layouts_compute_the_same(layout, dtype):
     assert_same_bits(dequantize_(laid_out).state_dict(), dequantize_(linear).state_dict())
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.exhaustive)])
 def test_layouts_compute_the_same_compiled(layout, backend):
     x = torch.randn(2, 5, 128, dtype=BF16)
     with torch.no_grad():

@@ -192,7 +192,7 @@ def test_cudnn_is_asked_on_cuda():
     ("queries", "kind"),
     [
         (3, "added float64"),
-        *(pytest.param(*case, marks=pytest.mark.slow) for case in [(1, "bool"), (3, "bool"), (1, "added")]),
+        *(pytest.param(*case, marks=pytest.mark.exhaustive) for case in [(1, "bool"), (3, "bool"), (1, "added")]),
     ],
 )
 def test_under_thunder(queries, kind):
@@ -558,9 +558,9 @@ def test_prompts_without_a_mask(case, rolls, seen):
 
 
 # Compiled, what the mask holds is not looked at: one case of each kind of padding, cache and window.
-COMPILED_PROMPTS = ["no cache", "packed", "ones", "reset static cache", "window", "shorter window", "chunk"]
-COMPILED_PROMPTS += ["dynamic cache", "left in a static cache"]
-MORE_PROMPTS = ["new static cache", "filled static cache", "shorter chunk"]
+COMPILED_PROMPTS = ["packed", "reset static cache", "shorter window", "chunk"]
+MORE_PROMPTS = ["no cache", "ones", "dynamic cache", "left in a static cache", "new static cache"]
+MORE_PROMPTS += ["filled static cache", "window", "shorter chunk"]
 
 
 @pytest.mark.parametrize("case", [*COMPILED_PROMPTS, *others_slow(MORE_PROMPTS, exhaustive=True)])
@@ -568,7 +568,9 @@ def test_compiled_prompts_without_a_mask(case, seen):
     check_prompt(case, seen, compiled=True)
 
 
-@pytest.mark.parametrize(("name", "changes"), [("qwen3_moe", {}), ("mixtral", dict(sliding_window=9))])
+@pytest.mark.parametrize(
+    ("name", "changes"), [("mixtral", dict(sliding_window=9)), *others_slow([("qwen3_moe", {})], exhaustive=True)]
+)
 @pytest.mark.slow
 def test_compiled_prompts_of_any_length(name, changes, seen):
     ours, sdpa, _ = models(name, layers=1, **changes)
@@ -645,7 +647,7 @@ def test_prompts_on_cuda(given, seen):
     assert {options.get("attn_mask") is None for *_, options in seen} == {not given}
 
 
-@pytest.mark.parametrize("window", [None, 9, 13])
+@pytest.mark.parametrize("window", [9, *others_slow([None, 13], exhaustive=True)])
 @pytest.mark.slow
 def test_exported_for_any_length(window):
     ours, sdpa, _ = models("mixtral", layers=1, sliding_window=window)
@@ -681,8 +683,8 @@ def test_chosen_later():
         assert error(model(prompt, attention_mask=mask).logits[mask.bool()], expected[mask.bool()].double()) < 1e-5
 
 
-@pytest.mark.parametrize("name", ["qwen3_moe", "llama4"])
-@pytest.mark.slow
+@pytest.mark.parametrize("name", ["qwen3_moe", *others_slow(["llama4"], exhaustive=True)])
+@pytest.mark.exhaustive
 def test_compiled_with_a_static_cache(name):
     prompt = tokens()
     mask = torch.ones_like(prompt)
@@ -697,11 +699,9 @@ def test_compiled_with_a_static_cache(name):
 
 @pytest.mark.parametrize(
     "act",
-    [
-        "import transformers, thunder_moe",
-        pytest.param("import thunder_moe; thunder_moe.register('transformers')", marks=pytest.mark.slow),
-    ],
+    ["import transformers, thunder_moe", "import thunder_moe; thunder_moe.register('transformers')"],
 )
+@pytest.mark.exhaustive  # test_registration.py looks at these registries after both
 def test_is_known_once_registered(act):
     code = (
         f"{act}\n"

@@ -86,7 +86,7 @@ def one_layer(model):
 
 @needs_sharding
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", ["all_reduce", "tp"])
+@pytest.mark.parametrize("layout", ["all_reduce", pytest.param("tp", marks=pytest.mark.exhaustive)])
 def test_compiles_without_a_graph_break(layout, saved, ranks):
     path, _ = saved("qwen3_moe", one_layer)
     for actual, expected in ranks(2)(jobs.compiled, path, LAYOUTS[layout]):
@@ -155,7 +155,7 @@ def test_a_rank_without_tokens(layout, count, saved, ranks):
 
 
 @needs_sharding
-@pytest.mark.parametrize("ep_size", [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("ep_size", [2, pytest.param(4, marks=pytest.mark.exhaustive)])
 def test_four_processes(ep_size, saved, ranks):
     """Attention is tensor parallel, the batches are two; with ep_size 2 there are two copies of each expert."""
     path, model = saved("qwen3_moe")
@@ -341,12 +341,12 @@ def test_adapters_that_are_refused(saved, ranks, tmp_path):
 @pytest.mark.parametrize(
     ("name", "change", "layout"),
     [
-        pytest.param("qwen3_moe", None, "all_reduce", marks=pytest.mark.slow),
+        pytest.param("qwen3_moe", None, "all_reduce", marks=pytest.mark.exhaustive),
         ("qwen3_moe", all_linears, "tp"),
         ("qwen3_moe", mxfp8_and_nvfp4, "all_reduce"),
-        pytest.param("qwen3_moe", mxfp8_linears, "tp", marks=pytest.mark.slow),
+        pytest.param("qwen3_moe", mxfp8_linears, "tp", marks=pytest.mark.exhaustive),
         ("gpt_oss", None, "fsdp"),
-        pytest.param("gpt_oss", None, "tp", marks=pytest.mark.slow),
+        pytest.param("gpt_oss", None, "tp", marks=pytest.mark.exhaustive),
         ("llama4", None, "all_to_all"),
     ],
 )

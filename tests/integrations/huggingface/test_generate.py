@@ -76,7 +76,7 @@ def test_experts_implementation(name):
     transformers.__version__.startswith("5.7."),
     reason="transformers 5.7 logs in its grouped_mm, which dynamo cannot trace",
 )
-@pytest.mark.parametrize("name", ["llama4", "qwen3_moe", "gpt_oss", *others_slow(["deepseek_v3"], exhaustive=True)])
+@pytest.mark.parametrize("name", ["qwen3_moe", *others_slow(["llama4", "gpt_oss", "deepseek_v3"], exhaustive=True)])
 @pytest.mark.slow
 def test_an_unconverted_model_with_the_backend(name):
     model = small_model(name, torch.bfloat16)
@@ -91,7 +91,7 @@ def test_an_unconverted_model_with_the_backend(name):
     assert all(entry.rewritten for entry in report)
 
 
-@pytest.mark.parametrize("name", ["llama4", "gpt_oss", *others_slow(["qwen3_moe", "deepseek_v3"], exhaustive=True)])
+@pytest.mark.parametrize("name", ["llama4", *others_slow(["qwen3_moe", "gpt_oss", "deepseek_v3"], exhaustive=True)])
 @pytest.mark.slow
 def test_a_quantized_model_with_the_backend(name):
     quantized = quantize_(small_model(name))
@@ -104,7 +104,7 @@ def test_a_quantized_model_with_the_backend(name):
     assert len(report) % (2 * quantized.config.num_hidden_layers) == 0
 
 
-@pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss"])
+@pytest.mark.parametrize("name", ["qwen3_moe", *others_slow(["gpt_oss"], exhaustive=True)])
 @pytest.mark.slow
 def test_batched_mm_with_the_backend(name):
     """What generate puts in the place of grouped_mm on a GPU gives the numbers of quantize_."""
@@ -135,13 +135,9 @@ def counting():
 
 # Compiled, two cases are in the fast set: seconds each. "thunder_moe" and "batched_mm" are by the backend.
 FAST = [("qwen3_moe", "quantize_"), ("qwen3_moe", "batched_mm")]
-SLOW = [
-    ("qwen3_moe", "thunder_moe"),
-    ("gpt_oss", "quantize_"),
-    ("gpt_oss", "thunder_moe"),
-    ("deepseek_v3", "quantize_"),
-]
-REST = [("gpt_oss", "batched_mm"), ("mixtral", "quantize_"), ("olmoe", "quantize_")]
+SLOW = [("qwen3_moe", "thunder_moe")]
+REST = [(name, "quantize_") for name in ("gpt_oss", "deepseek_v3", "mixtral", "olmoe")]
+REST += [("gpt_oss", "thunder_moe"), ("gpt_oss", "batched_mm")]
 
 
 @pytest.mark.parametrize(("name", "how"), [*FAST, *others_slow(SLOW), *others_slow(REST, exhaustive=True)])

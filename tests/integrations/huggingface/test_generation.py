@@ -284,7 +284,7 @@ def test_compiled_steps_of_any_number():
     assert caches() == before
 
 
-@pytest.mark.parametrize("fails", [False, True])
+@pytest.mark.parametrize("fails", [False, pytest.param(True, marks=pytest.mark.exhaustive)])
 def test_old_objects_are_not_collected_while_the_step_compiles(fails):
     found, before = [], gc.get_threshold()
 

@@ -87,7 +87,7 @@ def test_layers_agree_to_rounding_in_16_bits(name, dtype):
 
 
 # test_generate.py compiles the others, one of them in the fast set.
-@pytest.mark.parametrize("name", others_slow(ALL, ("llama4", "mixtral", "olmoe"), exhaustive=True))
+@pytest.mark.parametrize("name", others_slow(ALL, ("olmoe",), exhaustive=True))
 @pytest.mark.slow
 def test_compiles_without_a_graph_break(name):
     quantized, decoded = quantized_and_decoded(tiny_model(name, config=tiny_config(name, layers=1)))
@@ -164,7 +164,9 @@ KINDS = {
 
 
 # Compiled, two kinds are in the fast set.
-COMPILED = [kind if kind in ("fused", "own gate") else pytest.param(kind, marks=pytest.mark.slow) for kind in KINDS]
+COMPILED = [
+    kind if kind in ("fused", "own gate") else pytest.param(kind, marks=pytest.mark.exhaustive) for kind in KINDS
+]
 
 
 @pytest.mark.parametrize(
@@ -236,7 +238,7 @@ def test_gradients_of_every_kind(kind):
         assert relative_error(mine, theirs) < 1e-4
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", COMPILED)
 @pytest.mark.slow
 def test_every_kind_compiles(kind):
     quantized, decoded = swapped(make_experts(*KINDS[kind]))
@@ -698,7 +700,7 @@ SET_AFTERWARDS += [("gpt_oss", change) for change in ("limit", "alpha", "gate")]
 
 
 @pytest.mark.parametrize(("name", "change"), SET_AFTERWARDS)
-@pytest.mark.parametrize("way", ["eager", "adapted", pytest.param("compiled", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("way", ["eager", "adapted", pytest.param("compiled", marks=pytest.mark.exhaustive)])
 def test_an_activation_that_is_set_after_quantize_is_what_runs(name, change, way):
     quantized, decoded = quantized_and_decoded(tiny_model(name, config=tiny_config(name, layers=1)))
     if way == "adapted":
@@ -794,7 +796,9 @@ def test_experts_with_an_8_bit_recipe_under_thunder(kind):
     assert relative_error(of_compiled, torch.autograd.grad(expected.sum(), experts.down_proj)[0]) < 1e-5
 
 
-@pytest.mark.parametrize("kind", ["fused", "biases, in turns", "no gate"])
+@pytest.mark.parametrize(
+    "kind", others_slow(["fused", "biases, in turns", "no gate"], ("biases, in turns",), exhaustive=True)
+)
 @pytest.mark.slow
 def test_quantized_experts_under_thunder(kind):
     import thunder

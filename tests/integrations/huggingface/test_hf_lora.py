@@ -8,6 +8,7 @@ import os
 
 import pytest
 import torch
+from fast_cases import others_slow
 from oracle import relative_error
 from safetensors.torch import load_file, save_file
 from tiny_models import ARCHITECTURES, tiny_config, tiny_model, tokens
@@ -132,9 +133,7 @@ def test_own_gates():
     ("name", "format"),
     [
         ("qwen3_moe", "nvfp4"),
-        ("llama4", "nvfp4"),
-        ("gpt_oss", "mxfp8"),
-        pytest.param("gpt_oss", "nvfp4", marks=pytest.mark.exhaustive),
+        *others_slow([("llama4", "nvfp4"), ("gpt_oss", "mxfp8"), ("gpt_oss", "nvfp4")], exhaustive=True),
     ],
 )
 def test_torch_compile(name, format):
@@ -149,7 +148,7 @@ def test_torch_compile(name, format):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("format", ["nvfp4", "mxfp8"])
+@pytest.mark.parametrize("format", ["nvfp4", pytest.param("mxfp8", marks=pytest.mark.exhaustive)])
 def test_thunder(format):
     from thunder_moe import moe_executor
 

@@ -92,7 +92,7 @@ FAST = {*ARCHITECTURES, *SPECIAL}
 
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(name, marks=() if name in FAST else pytest.mark.slow) for name in ARCHITECTURES | OTHERS],
+    [pytest.param(name, marks=() if name in FAST else pytest.mark.exhaustive) for name in ARCHITECTURES | OTHERS],
 )
 def test_on_load_equals_quantize(saved, name):
     model = quantized(saved(name), linears=lambda module, path: True)

@@ -586,7 +586,7 @@ def test_trainer_resumed_is_trainer_uninterrupted(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("reentrant", [pytest.param(True, marks=pytest.mark.exhaustive), False])
 def test_trainer_with_gradient_checkpointing(reentrant, tmp_path):
     expected = train(adapted(), tmp_path / "plain")
     options = dict(gradient_checkpointing=True, gradient_checkpointing_kwargs=dict(use_reentrant=reentrant))

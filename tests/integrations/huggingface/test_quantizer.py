@@ -171,7 +171,7 @@ def test_dense_layers_stay_4_bit_or_are_dequantized(export, stock_model):
         load_checkpoint(DATA / export, linears=1)
 
 
-@pytest.mark.parametrize("linears", [pytest.param(False, marks=pytest.mark.slow), True])
+@pytest.mark.parametrize("linears", [pytest.param(False, marks=pytest.mark.exhaustive), True])
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_saving_a_quantized_model_is_bit_exact(tmp_path, name, linears):
     tiny_model(name, BF16).save_pretrained(tmp_path / "source")

@@ -7,6 +7,7 @@ import json
 
 import pytest
 from checkpoint_files import DATA
+from fast_cases import others_slow
 from interpreters import OF_TRANSFORMERS, fresh_python
 
 transformers = pytest.importorskip("transformers")
@@ -53,8 +54,6 @@ ACTS = {
     "a public name": "from thunder_moe import ThunderMoeConfig; import transformers",
     "the environment": "import os; os.environ['THUNDER_MOE_AUTO_REGISTER'] = '1'; import thunder_moe",
 }
-# Each test starts a process that imports transformers, in a second.
-SLOW = ("transformers first", "a public name", "the environment")
 
 
 def python(code):
@@ -77,7 +76,7 @@ print(replaced())
     assert python(code) == [f"{OURS} [] True False False", "[]", "['compressed-tensors']", "[]", ""]
 
 
-@pytest.mark.parametrize("act", [pytest.param(act, marks=[pytest.mark.slow] * (act in SLOW)) for act in ACTS])
+@pytest.mark.parametrize("act", others_slow(ACTS, ("register",), exhaustive=True))
 def test_experts_implementation_is_known(act):
     assert python(ACTS[act] + EXPERTS) == ["thunder_moe", ""]
 
@@ -177,7 +176,7 @@ def test_another_format_loads_beside_an_nvfp4_checkpoint(mapping, tmp_path):
     assert type(other.hf_quantizer) is transformers.quantizers.auto.CompressedTensorsHfQuantizer
 
 
-@pytest.mark.parametrize("missing", [pytest.param("transformers", marks=pytest.mark.slow), "thunder"])
+@pytest.mark.parametrize("missing", [pytest.param("transformers", marks=pytest.mark.exhaustive), "thunder"])
 def test_a_missing_package_is_an_error_where_it_is_named(missing):
     code = f"""
 import sys

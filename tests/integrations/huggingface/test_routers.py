@@ -362,7 +362,7 @@ def test_an_order_for_another_number_of_experts_is_not_taken():
     assert orders.take(ids, 7) is None
 
 
-@pytest.mark.parametrize("name", ["qwen3_moe", pytest.param("llama4", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", ["qwen3_moe", pytest.param("llama4", marks=pytest.mark.exhaustive)])
 def test_compiled_graphs_have_one_operator_for_it(name):
     model = quantize_(tiny_model(name))
     with torch.no_grad():
@@ -385,7 +385,7 @@ def test_compiled_graphs_have_one_operator_for_it(name):
     assert all(order._last is None for order in orders)
 
 
-@pytest.mark.parametrize("name", ["qwen3_moe", pytest.param("llama4", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", ["qwen3_moe", pytest.param("llama4", marks=pytest.mark.exhaustive)])
 def test_checkpoints_in_compiled_graphs(name):
     """Their bodies may not change Python objects, as eager layers pass on the order of rows, and outputs of stacks."""
     config = tiny_config(name)

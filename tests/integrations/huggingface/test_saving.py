@@ -38,7 +38,7 @@ FAST = [*ARCHITECTURES, "jamba"]
 # Of OTHERS: names of their own, experts without a gate, tied heads, a model inside of another.
 SPECIAL = ("granitemoe", "nemotron_h", "ernie4_5_moe", "gemma4", "qwen3_vl_moe")
 # test_on_load.py and test_written_names.py load and save each of the rest.
-CASES = [*FAST, *(pytest.param(name, marks=pytest.mark.slow) for name in SPECIAL)]
+CASES = [*FAST, *(pytest.param(name, marks=pytest.mark.exhaustive) for name in SPECIAL)]
 CASES += others_slow(sorted(OTHERS.keys() - {*FAST, *SPECIAL}), exhaustive=True)
 
 
@@ -546,7 +546,7 @@ def test_push_to_hub(tmp_path, quantized, monkeypatch):
     assert calls == ["t", ("saved", {"exist_ok": True, "private": True}), (folder, names)]
 
 
-@pytest.mark.parametrize("name", [*ARCHITECTURES, *(pytest.param(n, marks=pytest.mark.slow) for n in SPECIAL)])
+@pytest.mark.parametrize("name", [*ARCHITECTURES, *(pytest.param(n, marks=pytest.mark.exhaustive) for n in SPECIAL)])
 def test_state_dicts_of_a_checkpoint(tmp_path, caplog, name):
     """By the names in the files, and shard by shard into another model of the same form."""
     model, other = (quantize_(tiny_model(name, BF16), linears=everything) for _ in range(2))

@@ -3,6 +3,7 @@ Called by pytest; judged by transformers' own dense layer.
 """
 
 import copy
+import sys
 import warnings
 
 import pytest
@@ -36,7 +37,7 @@ def decoded(layer):
     return dequantize_(quantize_(torch.nn.Sequential(copy.deepcopy(layer))))[0]
 
 
-@pytest.mark.parametrize("top_k", [pytest.param(1, marks=pytest.mark.slow), 2])
+@pytest.mark.parametrize("top_k", [pytest.param(1, marks=pytest.mark.exhaustive), 2])
 def test_frozen_layer_is_rewritten(top_k):
     layer = make_layer(top_k).requires_grad_(False)
     compiled = thunder.jit(layer, executors=[moe_executor])
@@ -100,9 +101,13 @@ def test_a_router_of_ones_own_is_not_routed():
 
 @pytest.mark.slow
 def test_the_layer_is_routed_where_transformers_is_imported_last():
-    code = """
+    code = f"""
+import sys
+sys.path[:] = {sys.path!r}
 from thunder_moe import moe_executor, rewrite_report
 import thunder, torch
+from compiler_speed import speed_up_compilers
+speed_up_compilers()
 from transformers.models.llama4.configuration_llama4 import Llama4TextConfig
 from transformers.models.llama4.modeling_llama4 import Llama4TextMoe
 config = Llama4TextConfig(hidden_size=64, intermediate_size=32, num_local_experts=4)
