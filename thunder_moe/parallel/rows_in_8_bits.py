@@ -97,7 +97,7 @@ def _received_rows(
 
 @torch.library.custom_op("thunder_moe::returned_sums", mutates_args=())
 def _returned_sums(sums: Tensor, recipe: str, coming: list[int], sending: list[int], group_name: str) -> Tensor:
-    """Send sums to the ranks of their tokens, as they are; their gradients come back in 8 bits."""
+    """Send sums to the ranks of their tokens, unchanged; their gradients come back in 8 bits."""
     return _all_to_all(sums, coming, sending, group_name)
 
 
