@@ -365,8 +365,7 @@ class PackedModule(AdaptableLinear):
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> PackedModule:
         # `to(dtype)` must not cast the format's own tensors, and tied modules must stay tied: move each in place.
         before, moved_to = self.qdata.device, {}
-        target = fn(torch.empty(0, device=before)).device
-        if (before.type, target.type) == ("cuda", "cpu"):
+        if before.type == "cuda" and (target := fn(torch.empty(0, device=before)).device).type == "cpu":
             self._fit_device(before, target)  # a CPU takes seconds for what a GPU does in milliseconds
         own = [id(getattr(self, field)) for field in self.format.fields]
         parent: Any = super()

@@ -45,10 +45,9 @@ class ExpertParallel(ParallelStyle):
     Args:
         exchange: "all_to_all": a token goes once to each rank that has one of its experts. "all_to_all_8bit": the same,
             where tokens travel in the numbers of the experts' 8-bit recipe, and in the backward the gradients of the
-            results do; without a recipe as "all_to_all". "all_gather": all tokens go
-            to all ranks, by an all-gather and a reduce-scatter (`Llama4MoE` alone). "symmetric_memory": all tokens go
-            to all ranks, by copies between GPUs that can read each other's memory (CUDA, inference, `Llama4MoE`
-            alone). Or a subclass of `Exchange`.
+            results do; without a recipe as "all_to_all". "all_gather": all tokens go to all ranks, by an all-gather and
+            a reduce-scatter (`Llama4MoE` alone). "symmetric_memory": all tokens go to all ranks, by copies between GPUs
+            that can read each other's memory (CUDA, inference, `Llama4MoE` alone). Or a subclass of `Exchange`.
         capacity: None: buffers have the exact sizes, for which the host waits once in each call. A number, the same on
             all ranks: buffers hold that many tokens for each pair of ranks. The host never waits, CUDA graphs can be
             captured, and unused rows are computed as padding. No token is dropped if the capacity is at least the
