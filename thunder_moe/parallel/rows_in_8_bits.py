@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -81,10 +80,8 @@ class AllToAll8Bit(plain.AllToAll):
         return torch.ops.thunder_moe.returned_sums(sums, sent.recipes[1], sending, coming, self._group.group_name)
 
 
-def _all_to_all(x: Tensor, coming: list[int], sending: list[int], group_name: str) -> Tensor:
-    out = x.new_empty(sum(coming), x.shape[1])
-    dist.all_to_all_single(out, x.contiguous(), coming, sending, plain.process_group(group_name))
-    return out
+def _exchanged(x: Tensor, coming: list[int], sending: list[int], group_name: str) -> Tensor:
+    return plain.wait(plain.all_to_all(x, coming, sending, plain.process_group(group_name)))
 
 
 @torch.library.custom_op("thunder_moe::received_rows", mutates_args=())
@@ -98,7 +95,7 @@ def _received_rows(
 @torch.library.custom_op("thunder_moe::returned_sums", mutates_args=())
 def _returned_sums(sums: Tensor, recipe: str, coming: list[int], sending: list[int], group_name: str) -> Tensor:
     """Send sums to the ranks of their tokens, unchanged; their gradients come back in 8 bits."""
-    return _all_to_all(sums, coming, sending, group_name)
+    return _exchanged(sums, coming, sending, group_name)
 
 
 @torch.library.custom_op("thunder_moe::gradients_of_rows", mutates_args=())
@@ -107,8 +104,8 @@ def _gradients_of_rows(
 ) -> Tensor:
     """Send gradients, in 8 bits if there is a recipe; no double backward."""
     if recipe is None:
-        return _all_to_all(grad, coming, sending, group_name)
-    codes, scales = (_all_to_all(part, coming, sending, group_name) for part in encode(grad, recipe))
+        return _exchanged(grad, coming, sending, group_name)
+    codes, scales = (_exchanged(part, coming, sending, group_name) for part in encode(grad, recipe))
     return decode(codes, scales, grad.dtype)
 
 
