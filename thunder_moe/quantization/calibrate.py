@@ -167,6 +167,8 @@ def calibrate_(
             plan.chosen.clear()  # it would keep modules alive
             options = {"formats": formats, "scale_search": scale_search}
             with keep_layers(destination, model, tree_leaves(inputs), options) as kept:
+                # Results of restored layers, a layer at a time: a device has no room for all of them.
+                needs_results = device is not None and len(kept.layers) < len(layers)
                 try:
                     bar = progress_bar([*layers], desc="calibrating", unit="layer", disable=not progress)
                     for number, layer in enumerate(bar):
@@ -174,7 +176,7 @@ def calibrate_(
                             if number < len(kept.layers):
                                 _restore_layer(model, layers.pop(layer), run, kept.read(number))
                                 found += [OutputError(**each) for each in kept.layers[number]]
-                                if device is not None:  # the next layer needs its results, and it may go then
+                                if needs_results:
                                     _run(model, [], inputs, layer, chain)
                                 continue
                             packed, begin = list[PackedWeight](), len(found)
