@@ -21,7 +21,8 @@ def others_slow(rows: Iterable[Any], fast: Container[Any] = (), *, exhaustive: b
 
 
 def one_of_each(rows: Iterable[tuple[Any, ...]], fast: Container[Any] = ()) -> list[Any]:
-    """Marks rows as others_slow does, and those of a slow first value that an earlier row has exhaustive, too."""
+    """Marks rows as others_slow does; of several rows with the same slow first value, all but the first are exhaustive,
+    too."""
     seen: set[Any] = set()
     marked = []
     for row in rows:
