@@ -67,6 +67,13 @@ def test_only_weights_that_fit_are_read_once():
     assert plan(layout="tiled_64x64", rows=8, n=16384, k=8192, config=GemmConfig("tiled_mma", 2, 2, 1, 1, 1)).read_once
 
 
+def test_groups_of_rows_fit_l2():
+    wgmma = GemmConfig("tiled_wgmma", 32, 1, 2, 1, 1)
+    assert plan(layout="tiled_64x64", n=28672, k=4096, config=wgmma).row_tiles * 256 * 4096 * 2 == 16 << 20
+    assert plan(layout="tiled_64x64", n=2048, k=4096, config=wgmma).row_tiles * 256 * 4096 * 2 == 8 << 20
+    assert plan(layout="tiled_64x64", n=64, k=2**20, config=wgmma).row_tiles == 1
+
+
 @pytest.mark.parametrize(("rows", "num_experts", "n"), [(2**24, 8, 16384), (2**24, 1024, 16)])
 def test_more_tiles_than_an_int32_counts_are_refused(rows, num_experts, n):
     config = GemmConfig("split", 1, 1, 1, 8, 4)

@@ -77,6 +77,24 @@ def test_blocks_share_tiles(emulated, hopper, monkeypatch, config, tiles, stages
 
 
 @pytest.mark.parametrize(
+    "name",
+    ["staged", *others_slow(["wgmma"], exhaustive=True), "tiled mma, shared", "tiled wgmma, two blocks of rows"],
+)
+def test_many_rows_are_multiplied_in_groups(emulated, hopper, monkeypatch, name):
+    config = (CONFIGS | TILED_CONFIGS)[name]
+    height, (n, k) = 8 * config.token_blocks, (192, 64 * config.warps_k * config.depth)
+    weight, exact = make(3, n, k)
+    offsets = torch.tensor([9 * height - 3, 9 * height - 2, 16 * height]).int()
+    weight, rows = weight.to_layout(config.layout), torch.randn(16 * height, k).bfloat16()
+    emulate_device(monkeypatch, 7)
+    monkeypatch.setattr(plan, "_ROWS_BYTES", (2 * 2 * height * k, 0))
+    plan.plan_gemm.cache_clear()
+    out = cuda.grouped_mm(rows, weight, offsets, config=config)
+    plan.plan_gemm.cache_clear()
+    assert relative_error(out, grouped_mm(rows, exact, offsets)) < 5e-3
+
+
+@pytest.mark.parametrize(
     "config", [SMALL_TILES, *others_slow([GemmConfig("tiled_mma", 1, 2, 2, 2, 1, True)], exhaustive=True)]
 )
 @pytest.mark.parametrize(("tiles", "stages"), [(1, 15), (3, 9), (8, 6)])

@@ -41,7 +41,7 @@ class GemmArguments(ctypes.Structure):  # in grouped_mm.cuh
         *_ints("rows num_experts n k top_k global_per_row slot_scale_dtype bias_dtype"),
         *_floats("alpha limit up_shift"),
         *_pointers("tile_counter"),
-        *_ints("read_once x_from_previous_kernel"),
+        *_ints("read_once row_tiles x_from_previous_kernel"),
     )
 
 

@@ -68,7 +68,7 @@ def append_mm(
     fields = (
         x, *weight, None, None, None, bias, out, None, None, None, spec.rows, 1, spec.n, spec.k, 1,
         spec.weight.per_row_scale, 0, 0 if spec.bias is None else DTYPE_CODES[spec.bias], 1.0, -1.0, 0.0,
-        None, False, prefetch, *((None, None, None, 0.0) if norm is None else norm),
+        None, False, 1, prefetch, *((None, None, None, 0.0) if norm is None else norm),
     )  # fmt: skip
     chain.launch(sources(spec.weight.format), *_launch(spec, norm is not None), DirectArguments, fields)
 

@@ -119,7 +119,7 @@ def append_gemm(
         x, *weight, offsets, row_slot, slot_scale, bias, out, sums, semaphores, row_sums,
         spec.rows, spec.num_experts, spec.n, spec.k, spec.top_k or 1, spec.weight.per_row_scale,
         _code(spec.slot_scale), _code(spec.bias), form.alpha, -1.0 if form.limit is None else form.limit, form.up_shift,
-        counter, plan.read_once, late,
+        counter, plan.read_once, plan.row_tiles, late,
     )  # fmt: skip
     sources, expression, argument = plan.sources, plan.expression, config.argument
     if argument is TmaGemmArguments:

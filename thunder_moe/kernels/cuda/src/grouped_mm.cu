@@ -193,7 +193,7 @@ __global__ void __launch_bounds__(32 * WN) grouped_mm_staged(const GemmArguments
   count_tiles<kThreads>(args, kTokens, tile_start, row_start, warp_total);
   const int tiles = tile_start[args.num_experts] * tiles_n;
   for (int tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
-    const auto [expert, row0, end, tile_n] = tile_of(args.num_experts, tile_start, row_start, tile, tiles_n, kTokens);
+    const auto [expert, row0, end, tile_n] = tile_of(args, tile_start, row_start, tile, tiles_n, kTokens);
     const int n0 = tile_n * kTileRows + warp * (SWIGLU ? 16 : 16 * R);
 
     for (int i = threadIdx.x; i < kTokens; i += kThreads) token_of[i] = token_of_row(args, row0 + i, end);

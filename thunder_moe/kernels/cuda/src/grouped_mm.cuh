@@ -24,6 +24,7 @@ struct GemmArguments {
   float alpha, limit, up_shift;  // limit <= 0: none
   int* tile_counter;  // of the tile scheduler: zero before and after
   int read_once;      // load weights with L2 evict_first, see `plan_gemm` of plan.py
+  int row_tiles;      // whose rows stay in L2, see `tile_at`
   // For tiled_mma.cu and tiled_cluster.cu: the kernel before this one writes x and no other operand, so the other operands are
   // read before the wait for it (programmatic dependent launch).
   int x_from_previous_kernel;
@@ -90,16 +91,22 @@ struct Tile {
 };
 
 // Tile tile_m * tiles_n + tile_n of `height` rows. Within an expert the row tiles vary fastest, so that blocks that run at the
-// same time read the same weights, which stay in L2.
-DEVICE Tile tile_at(int num_experts, const int* tile_start, const int* row_start, int tile_m, int tile_n, int tiles_n, int height) {
-  const int expert = expert_of_tile(tile_start, num_experts, tile_m);
-  const int expert_tiles = tile_start[expert + 1] - tile_start[expert], start = row_start[expert], end = row_start[expert + 1];
-  if (expert_tiles == 1) return {expert, start, end, tile_n};  // saves a division
-  const int within = (tile_m - tile_start[expert]) * tiles_n + tile_n;
-  return {expert, start + within % expert_tiles * height, end, within / expert_tiles};
+// same time read the same weights, which stay in L2. Many row tiles are cut into groups, whose rows stay there, too.
+DEVICE Tile tile_at(const GemmArguments& args, const int* tile_start, const int* row_start, int tile_m, int tile_n, int tiles_n, int height) {
+  const int expert = expert_of_tile(tile_start, args.num_experts, tile_m);
+  const int before = tile_start[expert], start = row_start[expert], end = row_start[expert + 1];
+  int tiles = tile_start[expert + 1] - before, first = 0;
+  if (tiles == 1) return {expert, start, end, tile_n};  // saves a division
+  int within = (tile_m - before) * tiles_n + tile_n;
+  if (tiles > 3 * args.row_tiles) {  // a group more reads the weights once more
+    first = within / (args.row_tiles * tiles_n) * args.row_tiles;
+    within -= first * tiles_n;
+    tiles = min(tiles - first, args.row_tiles);
+  }
+  return {expert, start + (first + within % tiles) * height, end, within / tiles};
 }
-DEVICE Tile tile_of(int num_experts, const int* tile_start, const int* row_start, int tile, int tiles_n, int height) {
-  return tile_at(num_experts, tile_start, row_start, tile / tiles_n, tile % tiles_n, tiles_n, height);
+DEVICE Tile tile_of(const GemmArguments& args, const int* tile_start, const int* row_start, int tile, int tiles_n, int height) {
+  return tile_at(args, tile_start, row_start, tile / tiles_n, tile % tiles_n, tiles_n, height);
 }
 
 // The token of a row; rows past `end` read the last one's, and are not stored.

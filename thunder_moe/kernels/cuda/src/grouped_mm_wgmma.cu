@@ -64,7 +64,7 @@ __global__ void __launch_bounds__(128 * WG, 1) grouped_mm_wgmma(const GemmArgume
   count_tiles<kThreads>(args, kTokens, tile_start, row_start, warp_total);
   const int tiles = tile_start[args.num_experts] * tiles_n;
   for (int tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
-    const auto [expert, row0, end, tile_n] = tile_of(args.num_experts, tile_start, row_start, tile, tiles_n, kTokens);
+    const auto [expert, row0, end, tile_n] = tile_of(args, tile_start, row_start, tile, tiles_n, kTokens);
     const int n0 = tile_n * kTileRows + warpgroup * 64 * (SWIGLU ? 1 : R) + 16 * warp;
 
     Rows rows[R];

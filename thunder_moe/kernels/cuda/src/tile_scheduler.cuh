@@ -66,7 +66,7 @@ struct TileScheduler {
   METHOD bool valid() const { return tile < tiles; }
   METHOD int contributors() const { return last < stages ? -1 : before; }  // see WorkItem
   METHOD Tile find(const GemmArguments& args, const int* tile_start, const int* row_start, int height) const {
-    return tile_at(args.num_experts, tile_start, row_start, tile_m, tile_n, tiles_n, height);
+    return tile_at(args, tile_start, row_start, tile_m, tile_n, tiles_n, height);
   }
   METHOD void advance() {
     const int blocks = gridDim.x, block = blockIdx.x;
