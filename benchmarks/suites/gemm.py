@@ -3,7 +3,10 @@ Called by `python -m benchmarks gemm` and `make bench`; calls kernels.select and
 
 The GEMMs of a layer: gate_up (E, 2I, H); gate_up_swiglu, the same followed by SwiGLU (one operator of packed weights;
 GEMM, silu and product in bf16); down (E, H, I). Before anything is timed, each backend's result is compared with an
-fp32 loop over experts with the dequantized weights; a wrong result ends the run.
+fp32 loop over experts with the dequantized weights; a wrong result ends the run. On GPUs of compute capability 9.0
+"torch fp8" is one column more: torch._scaled_grouped_mm of E4M3 weights with a scale per output feature, rows rounded
+to E4M3 with a scale each in the same call, sums in the tensor cores' precision. For each column the relative error
+against the product of the 16-bit weights in fp32 is written, too.
 
 The device's read bandwidth and matrix throughput are measured first. Each time is also given as a share of the least
 time that they allow. `--peers FILE` adds the shares of other kernels, from a JSON file that another benchmark wrote.
@@ -29,11 +32,13 @@ from benchmarks.harness.shapes import CUDA_SHAPES, SHAPES, Load, MoEShape
 from benchmarks.harness.timing import describe, measure
 from thunder_moe.formats.registry import FORMATS, dequantize_expert
 from thunder_moe.formats.weight import PackedWeight
+from thunder_moe.kernels.cuda import recipes
 from thunder_moe.kernels.select import BACKENDS, preferred_layout, quantize_to, select
 from thunder_moe.progress import progress_bar
 
 STEM = "gemm"
 BASELINE = "bf16"
+FP8 = "torch fp8"
 GEMMS = ("gate_up", "gate_up_swiglu", "down")
 ROWS_PER_EXPERT = [1, 2, 4, 8, 64, 256]
 TOKENS = [1, 8, 32, 128, 1024, 8192]
@@ -71,14 +76,15 @@ def main(argv: Sequence[str]) -> list[dict[str, Any]]:
                 bar.set_description(f"{shape.name} {which}")
                 weight, packed = _weights(shape, which, device, args.format)
                 packed_for = {name: packed.to_layout(_layout(name, packed)) for name in backends}
+                of_8_bits = _fp8_weight(weight)
                 for size in sizes:
                     case = make_load(size, shape, device)
                     row = {"shape": shape.name, "gemm": which, what: size, "rows": case.rows,
                            "active_experts": case.active_experts,
-                           **_run(which, case, weight, packed, packed_for, backends, how)}  # fmt: skip
+                           **_run(which, case, weight, packed, packed_for, of_8_bits, backends, how)}  # fmt: skip
                     rows.append({**row, **_floor(limits, shape, row)})
                     bar.update()
-                del weight, packed, packed_for
+                del weight, packed, packed_for, of_8_bits
     means, peers, notes = summary(rows, what), summary(args.peers, "tokens"), [*notes, *missing(args.peers)]
     more = {
         "tolerance": TOLERANCE,
@@ -109,6 +115,7 @@ def main(argv: Sequence[str]) -> list[dict[str, Any]]:
     print("", table(means, ("gemm", what), BASELINE, of="geometric means over the shapes"), sep="\n")
     if peers:
         print("", table(peers, ("gemm", "tokens"), BASELINE, of="peers, geometric means over the shapes"), sep="\n")
+    print("", "relative errors against 16-bit weights, means:", *_mean_errors(rows), sep="\n")
     print(*notes, path, image, roofline, sep="\n")
     return rows
 
@@ -169,6 +176,7 @@ def _run(
     weight: Tensor,
     packed: PackedWeight,
     packed_for: dict[str, PackedWeight],
+    of_8_bits: tuple[Tensor, Tensor] | None,
     backends: dict[str, Any],
     how: dict[str, Any],
 ) -> dict[str, Any]:
@@ -176,7 +184,10 @@ def _run(
     generator = torch.Generator(weight.device).manual_seed(1)
     x = torch.randn(case.rows, weight.shape[2], dtype=torch.bfloat16, device=weight.device, generator=generator)
     wanted = _oracle(which, x, packed, case.offsets)
+    exact = _oracle(which, x, weight, case.offsets)
     functions: dict[str, Callable[[], Tensor]] = {BASELINE: functools.partial(_bf16, which, x, weight, case.offsets)}
+    if of_8_bits is not None:
+        functions[FP8] = functools.partial(_fp8, which, x, of_8_bits, case.offsets)
     errors = {}
     for name, module in backends.items():
         kernel: Kernel = module.grouped_swiglu if which == "gate_up_swiglu" else module.grouped_mm
@@ -188,8 +199,19 @@ def _run(
                 f" {case.rows} rows, wanted at most {TOLERANCE}"
             )
         functions[name] = call
+    of_weights = {name: relative_error(function(), exact) for name, function in functions.items()}
     timings = measure(functions, device=weight.device, **how)
-    return {**timed(timings, BASELINE), "relative_error": errors}
+    return {**timed(timings, BASELINE), "relative_error": errors, "error_against_16_bits": of_weights}
+
+
+def _mean_errors(rows: list[dict[str, Any]]) -> list[str]:
+    """Return a line for each GEMM with the mean error of each column."""
+    lines = []
+    for which in dict.fromkeys(row["gemm"] for row in rows):
+        errors = [row["error_against_16_bits"] for row in rows if row["gemm"] == which]
+        means = {name: sum(each[name] for each in errors) / len(errors) for name in errors[0]}
+        lines.append(f"{which}: " + ", ".join(f"{name} {mean:.2%}" for name, mean in means.items()))
+    return lines
 
 
 def _floor(limits: Limits, shape: MoEShape, row: dict[str, Any]) -> dict[str, Any]:
@@ -206,21 +228,36 @@ def _bf16(which: str, x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
     return _swiglu(out) if which == "gate_up_swiglu" else out
 
 
+def _fp8_weight(weight: Tensor) -> tuple[Tensor, Tensor] | None:
+    """Return E4M3 codes (E, N, K) and scales (E, N) of a weight where torch multiplies such codes, else None."""
+    if weight.device.type != "cuda" or torch.cuda.get_device_capability(weight.device) != (9, 0):
+        return None
+    return recipes.quantize_codes(weight)
+
+
+def _fp8(which: str, x: Tensor, weight: tuple[Tensor, Tensor], offsets: Tensor) -> Tensor:
+    (codes, of_columns), (rows, of_rows) = weight, recipes.quantize_codes(x)
+    options: dict[str, Any] = dict(offs=offsets, out_dtype=torch.bfloat16, use_fast_accum=True)
+    out = torch._scaled_grouped_mm(rows, codes.transpose(1, 2), of_rows, of_columns, **options)
+    return _swiglu(out) if which == "gate_up_swiglu" else out
+
+
 def _swiglu(gate_up: Tensor) -> Tensor:
     gate, up = gate_up.chunk(2, -1)
     return F.silu(gate) * up
 
 
-def _oracle(which: str, x: Tensor, packed: PackedWeight, offsets: Tensor) -> Tensor:
+def _oracle(which: str, x: Tensor, weight: Tensor | PackedWeight, offsets: Tensor) -> Tensor:
     """Compute the product in fp32, one expert at a time."""
-    out, matrix = (
-        torch.zeros(x.shape[0], packed.shape[1], device=x.device),
-        torch.empty(packed.shape[1:], device=x.device),
-    )
+    out = torch.zeros(x.shape[0], weight.shape[1], device=x.device)
+    matrix = torch.empty(weight.shape[1:], device=x.device)
     start = 0
     for expert, end in enumerate(offsets.tolist()):
         if end > start:
-            dequantize_expert(packed, expert, matrix)
+            if isinstance(weight, Tensor):
+                matrix.copy_(weight[expert])
+            else:
+                dequantize_expert(weight, expert, matrix)
             out[start:end] = x[start:end].float() @ matrix.t()
         start = end
     return _swiglu(out) if which == "gate_up_swiglu" else out

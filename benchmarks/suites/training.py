@@ -6,8 +6,9 @@ Called by `python -m benchmarks training`; calls kernels.select, GroupedMLP, bot
     bias           the gradient of a bias (E, N), beside index_add_ of float32 rows; its share of the memory's bandwidth
     activation     SwiGLU times a scale per row and its backward, beside torch's operations; likewise
     step           forward and backward of GroupedMLP, beside three grouped_mm and torch's operations: time, peak memory
-    recipes        the same step by each 8-bit recipe, in eager mode, beside GroupedMLP in 16 bits; and 4 such steps, in
-                   which the gradients of weights add up, also with weights that are rounded once for all 4
+    recipes        the same step by each 8-bit recipe, in eager mode, beside GroupedMLP in 16 bits and, on SM90, beside
+                   torchao's FP8 grouped GEMMs with inductor's SwiGLU; and 4 such steps, in which the gradients of
+                   weights add up, also with weights that are rounded once for all 4
     checks         one CUDA graph of forward and backward under other routings, synchronization, bits of bias gradients
 
 Bandwidth is measured by a kernel that reads and writes 1 GiB each, in the same run. "even": all experts have as many
@@ -17,6 +18,7 @@ rows; "zipf": the i-th most frequent expert has 1/i of the rows of the first.
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -27,6 +29,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from tqdm import tqdm
 
 from benchmarks.harness.report import (
     comma_list,
@@ -336,6 +339,37 @@ def _step(shape: MoEShape, rows: int, offsets: Tensor) -> Iterator[Cell]:
     torch._dynamo.reset()
 
 
+class TorchaoGemms(nn.Module):
+    """Computes the block of a GroupedMLP by torchao's FP8 grouped GEMMs, and SwiGLU by inductor."""
+
+    def __init__(self, gate_up: nn.Parameter, down: nn.Parameter) -> None:
+        super().__init__()
+        self.gate_up, self.down = gate_up, down
+        self.activate = torch.compile(_scaled_swiglu, fullgraph=True, dynamic=False)
+
+    def forward(self, x: Tensor, offsets: Tensor, scales: Tensor) -> Tensor:
+        from torchao.prototype.moe_training import _to_fp8_rowwise_then_scaled_grouped_mm
+
+        multiply = partial(_to_fp8_rowwise_then_scaled_grouped_mm, offs=offsets, pad_token_groups_for_grouped_mm=False)
+        hidden = self.activate(multiply(x, self.gate_up.transpose(1, 2)), scales)
+        out: Tensor = multiply(hidden, self.down.transpose(1, 2))
+        return out
+
+
+def _scaled_swiglu(gate_up: Tensor, scales: Tensor) -> Tensor:
+    gate, up = gate_up.float().chunk(2, -1)
+    return (F.silu(gate) * up * scales[:, None]).to(gate_up.dtype)
+
+
+def _torchao_obstacle(offsets: Tensor) -> str | None:
+    """Return why torchao's FP8 grouped GEMMs do not run for these row ends; None if they do."""
+    if offsets.device.type != "cuda" or torch.cuda.get_device_capability(offsets.device) != (9, 0):
+        return "they need a GPU of compute capability 9.0"
+    if importlib.util.find_spec("torchao") is None:
+        return "torchao is not installed"
+    return "they need multiples of 16 rows per expert" if offsets.remainder(16).any() else None
+
+
 def _recipes(shape: MoEShape, rows: int, offsets: Tensor) -> Iterator[Cell]:
     from thunder_moe import GroupedMLP, round_weights_once
 
@@ -351,6 +385,12 @@ def _recipes(shape: MoEShape, rows: int, offsets: Tensor) -> Iterator[Cell]:
             first: Any = models["bf16"][1]
             block.gate_up_proj.weight, block.down_proj.weight = first.gate_up_proj.weight, first.down_proj.weight
         models[recipe or "bf16"] = block, block
+    obstacle = _torchao_obstacle(offsets)
+    if obstacle is None:
+        torchaos = TorchaoGemms(block.gate_up_proj.weight, block.down_proj.weight)
+        models["torchao fp8"] = torchaos, torchaos
+    else:
+        tqdm.write(f"torchao's FP8 grouped GEMMs are not timed: {obstacle}")
     calls, more = _checked(models, (x, offsets, scales, grad), OF_8_BITS)
     yield "forward + backward", 0, "bf16", calls, more
     around = {}
