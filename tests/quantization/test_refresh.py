@@ -15,9 +15,12 @@ from thunder_moe import (
     per_expert_state_dict,
     quantize_,
     refresh_,
+    to_layout_,
     weight_cache,
 )
+from thunder_moe.formats import layouts
 from thunder_moe.formats.nvfp4 import quantize
+from thunder_moe.nn.packed import PackedModule
 from thunder_moe.quantization import refresh
 from thunder_moe.quantization.layer_chain import numbered_layers
 
@@ -89,6 +92,18 @@ def test_modules_of_this_package(layout):
         require_same(model, quantize_(copy.deepcopy(base), layout=layout))
         refresh_(model, per_expert_state_dict(trainer))
         require_same(model, judge)
+
+
+def test_weights_in_tiles_are_not_converted_to_another_layout(monkeypatch):
+    """It would take half of a minute per layer on a GPU, for numbers that are replaced."""
+    trainer = trained(base := llama4_moe())
+    model = to_layout_(quantize_(base), "tiled_64x64")
+    judge = to_layout_(quantize_(copy.deepcopy(trainer)), "tiled_64x64")
+    with monkeypatch.context() as patch:
+        patch.setattr(layouts, "from_tiled", None)
+        refresh_(model, trainer.state_dict())
+    assert {part.layout for part in model.modules() if isinstance(part, PackedModule)} == {"tiled_64x64"}
+    require_same(model, judge)
 
 
 @pytest.mark.parametrize(

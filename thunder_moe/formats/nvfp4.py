@@ -231,7 +231,7 @@ def decode(weight: PackedWeight, dtype: torch.dtype, expert_into: Callable[[Any,
         raise ValueError(f"dtype: got {dtype}, wanted one of {WEIGHT_DTYPES}")
     weight = weight.to_layout(LINEAR)
     out = torch.empty(weight.shape, dtype=dtype, device=weight.device)
-    for expert in range(weight.shape[0]):
+    for expert in range(0 if out.is_meta else weight.shape[0]):
         expert_into(weight, expert, out[expert])
     return out
 

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from thunder_moe.formats.block_format import MXFP8, NVFP4, BlockFormat
 from thunder_moe.formats.checks import mismatch, require
-from thunder_moe.formats.layouts import LINEAR, block_shapes, find_layout
+from thunder_moe.formats.layouts import LINEAR, TILED_64X64, block_shapes, find_layout
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -104,9 +104,11 @@ class PackedWeight:
         needs = target.fits(n, k)
         if needs is not None:
             raise ValueError(f"layout: got {layout!r} for a weight of shape {self.shape}, which needs {needs}")
+        weight: Any = self
+        if self.qdata.is_meta and {layout, self.layout} == {LINEAR, TILED_64X64}:  # of the same shapes, without numbers
+            return replace(weight, layout=layout)
         linear = find_layout(self.layout, self.format).to_linear(self.qdata, self.scale, n, k)
         qdata, scale = target.from_linear(*linear)
-        weight: Any = self
         return replace(weight, qdata=qdata, scale=scale, layout=layout)
 
     def rows(self, rows: slice) -> Self:

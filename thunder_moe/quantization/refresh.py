@@ -89,11 +89,10 @@ def _take(model: nn.Module, weights: Mapping[str, Tensor], scale_search: str | N
         check_scale_search(
             scale_search, {part.format_name for part in model.modules() if isinstance(part, PackedModule)}
         )
-        others = {
-            name: tensor
-            for name, tensor in model.state_dict(keep_vars=True).items()
-            if not any(_is_below(name, unit) for unit in units)
-        }
+        others: dict[str, Tensor] = {}  # without units, whose packed weights would be converted to layout "linear"
+        for name, module in model.named_modules(remove_duplicate=False):
+            if not any(_is_below(f"{name}.", unit) for unit in units):
+                module._save_to_state_dict(others, name and f"{name}.", keep_vars=True)
         _check(units, others, weights, families)
         quick = sum(tensor.numel() for tensor in weights.values()) < PROGRESS_WEIGHTS
         for name in progress_bar(units, desc="refreshing", unit="layer", disable=quick):
