@@ -43,11 +43,11 @@ def srelu64(y, scales, form, interleave):
         pytest.param(torch.bfloat16, 48, 1, FORMS[1], marks=pytest.mark.slow),
         pytest.param(torch.float16, 64, 2, FORMS[0], marks=pytest.mark.slow),
         pytest.param(torch.float32, 32, 4, FORMS[1], marks=pytest.mark.slow),
-        pytest.param(torch.float32, 64, 32, FORMS[1], marks=pytest.mark.slow),
+        pytest.param(torch.float32, 64, 32, FORMS[1], marks=pytest.mark.exhaustive),
         pytest.param(torch.float16, 36, 3, FORMS[0], marks=pytest.mark.slow),
         pytest.param(torch.bfloat16, 5, None, FORMS[1], marks=pytest.mark.slow),
         (torch.float16, 48, None, None),
-        pytest.param(torch.float32, 7, None, None, marks=pytest.mark.slow),
+        pytest.param(torch.float32, 7, None, None, marks=pytest.mark.exhaustive),
     ],
 )
 def test_activations(device, dtype, features, interleave, form):
@@ -227,22 +227,30 @@ def test_wgrad(device, monkeypatch, kernel, dtype, n, k, splits, form):
         assert torch.equal(out[empty], untouched[empty])
 
 
-LINEARS = [  # dtype, N, K, rows of each expert, rows of a tile
+LINEARS = [  # kernel, dtype, N, K, rows of each expert, rows of a tile
     ("any", torch.float32, 70, 12, [0, 5, 0, 11], 32),
-    pytest.param("any", torch.float32, 260, 40, [130, 0, 7], 128, marks=pytest.mark.slow),
-    pytest.param("any", torch.bfloat16, 9, 7, [3, 20], 32, marks=pytest.mark.slow),
     ("mma", torch.bfloat16, 136, 72, [0, 5, 0, 40], 32),
-    pytest.param("mma", torch.float16, 264, 24, [130, 0, 3], 128, marks=pytest.mark.slow),
-    pytest.param("any", torch.float16, 131, 20, [40, 0, 65], 64, marks=pytest.mark.slow),
     ("wgmma", torch.bfloat16, 136, 72, [0, 5, 0, 70, 1], 64),
-    pytest.param("wgmma", torch.float16, 200, 136, [1, 63, 0], 64, marks=pytest.mark.slow),
-    pytest.param("wgmma", torch.bfloat16, 72, 200, [0, 130, 9], 128, marks=pytest.mark.slow),
-    pytest.param("wgmma", torch.bfloat16, 72, 24, [270], 256, marks=pytest.mark.slow),
+]
+OTHER_LINEARS = [
+    ("any", torch.float32, 260, 40, [130, 0, 7], 128),
+    ("mma", torch.float16, 264, 24, [130, 0, 3], 128),
+    ("any", torch.bfloat16, 9, 7, [3, 20], 32),
+    ("wgmma", torch.float16, 200, 136, [1, 63, 0], 64),
+    ("any", torch.float16, 131, 20, [40, 0, 65], 64),
+    ("wgmma", torch.bfloat16, 72, 24, [270], 256),
+    ("wgmma", torch.bfloat16, 72, 200, [0, 130, 9], 128),
 ]
 
 
-@pytest.mark.parametrize("transposed", [False, True])
-@pytest.mark.parametrize(("kernel", "dtype", "n", "k", "splits", "tile"), LINEARS)
+@pytest.mark.parametrize(
+    ("kernel", "dtype", "n", "k", "splits", "tile", "transposed"),
+    [
+        *((*row, transposed) for row in LINEARS for transposed in (False, True)),
+        *others_slow((*row, index % 2 == 1) for index, row in enumerate(OTHER_LINEARS)),
+        *others_slow(((*row, index % 2 == 0) for index, row in enumerate(OTHER_LINEARS)), exhaustive=True),
+    ],
+)
 def test_linear(device, monkeypatch, kernel, dtype, n, k, splits, tile, transposed):
     """Rows past the end are zeros, or keep a buffer's values, for any contents of rows and the next expert's weight."""
     monkeypatch.setattr(linear, "MAX_EXPERTS", 2 if len(splits) == 3 else 1024)  # in two parts

@@ -44,7 +44,12 @@ MM = [(1, 64, 64), (3, 128, 576), (8, 192, 1088), (2, 64, 6144)]  # rows, N, K
 
 @pytest.mark.parametrize(
     ("format", "dtype", "sizes"),
-    [("nvfp4", torch.bfloat16, MM[1]), ("mxfp8", torch.float16, MM[2])] + others_slow(pairwise(FORMATS, DTYPES, MM)),
+    [
+        ("nvfp4", torch.bfloat16, MM[1]),
+        ("mxfp8", torch.float16, MM[2]),
+        *others_slow([("nvfp4", torch.float16, MM[0]), ("mxfp8", torch.bfloat16, MM[3])]),
+        *others_slow(pairwise(FORMATS, DTYPES, MM), exhaustive=True),
+    ],
 )
 def test_mm(tiled, format, dtype, sizes):
     device, make = tiled
@@ -88,8 +93,12 @@ NORMED = [(1, 64, 64), (2, 128, 576), (2, 192, 1088)]
 
 @pytest.mark.parametrize(
     ("format", "dtype", "sizes"),
-    [("nvfp4", torch.bfloat16, NORMED[1]), ("mxfp8", torch.float16, NORMED[2])]
-    + others_slow(pairwise(FORMATS, DTYPES, NORMED)),
+    [
+        ("nvfp4", torch.bfloat16, NORMED[1]),
+        ("mxfp8", torch.float16, NORMED[2]),
+        *others_slow([("nvfp4", torch.float16, NORMED[0])]),
+        *others_slow(pairwise(FORMATS, DTYPES, NORMED), exhaustive=True),
+    ],
 )
 def test_norm_of_a_sum_in_front(tiled, format, dtype, sizes):
     device, make = tiled

@@ -38,8 +38,6 @@ pytestmark = pytest.mark.skipif(nvrtc.missing_reason() is not None, reason=str(n
 
 DTYPES = (torch.bfloat16, torch.float16)
 CAPABILITIES = ((8, 0), (9, 0), (12, 0), (10, 0))
-# Of a table, since their source is the same.
-HALVES = {(8, 0): slice(0, None, 2), (12, 0): slice(1, None, 2), (10, 0): slice(0, None, 2)}
 WGMMA, TILED_WGMMA = GemmConfig("wgmma", 8, 1, 2, 1, 3), GemmConfig("tiled_wgmma", 4, 1, 1, 1, 1)
 OTHERS = {
     cuda_arguments.RouteArguments: (cuda.ROUTE, ["route_count", "route_scatter"]),
@@ -152,6 +150,75 @@ OTHERS = {
     ),
 }
 
+BOOLS = "true", "false"
+ATTENTION = (
+    cuda_arguments.DecodeAttentionArguments,
+    (
+        decode_attention.SOURCES,
+        [f"decode_attention<{numbers}>" for numbers in ("true, 64, 1, 1", "false, 64, 2, 16", "true, 128, 1, 8")],
+    ),
+)
+OF_SM90 = [
+    (cuda_arguments.DirectArguments, (direct.sources("nvfp4"), ["mm_tiled_direct<true, 4, 8, true>"])),
+    (cuda_arguments.DirectArguments, (direct.sources("mxfp8"), ["mm_tiled_direct<false, 16, 4, false>"])),
+    (cuda_arguments.GatherArguments, (WGMMA.sources, ["order_rows"])),
+    (cuda_arguments.GatherArguments, (TILED_WGMMA.sources, ["gather_rows"])),
+    (
+        cuda_arguments.TmaWgradArguments,
+        (
+            wgrad.WGMMA,
+            [f"wgrad_wgmma<{b}, {c}, {s}>" for b, (c, s) in itertools.product(BOOLS, wgrad._STAGES.items())],
+        ),
+    ),
+    (
+        cuda_arguments.ScaledWgradArguments,
+        (wgrad.WGMMA, [f"scaled_wgrad_wgmma<{c}, {s}>" for c, s in wgrad._STAGES.items()]),
+    ),
+    *(
+        (
+            argument,
+            (
+                linear.WGMMA,
+                [
+                    f"{prefix}linear_wgmma<{BOOLS[index % 2]}, {transposed}, {tile}, {stages}>"
+                    for index, (tile, stages) in enumerate(linear.STAGES.items())
+                    for transposed in BOOLS
+                ],
+            ),
+        )
+        for prefix, argument in (
+            ("", cuda_arguments.TmaLinearArguments),
+            ("low_rank_", cuda_arguments.LowRankLinearArguments),
+        )
+    ),
+    (
+        cuda_arguments.ScaledLinearArguments,
+        (linear.WGMMA, [f"scaled_linear_wgmma<{tile}, {stages}>" for tile, stages in linear.STAGES.items()]),
+    ),
+    (
+        cuda_arguments.PackedLinearArguments,
+        (
+            linear.PACKED,
+            [
+                f"packed_linear_wgmma<{numbers}, {tile}, {stages}>"
+                for tile, stages in linear.PACKED_STAGES.items()
+                for numbers in ("true, false", "false, true")
+            ],
+        ),
+    ),
+    *(
+        (
+            cuda_arguments.LowRankGemmArguments,
+            (sources, [f"low_rank_tiled_{name}<{b}, 24, 1, 3, 1, 7, {r}>" for b, r in (("true", 1), ("false", 4))]),
+        )
+        for name, sources in (("wgmma", TILED_WGMMA.sources), ("dgrad", (*TILED_WGMMA.sources, prepared.DGRAD)))
+    ),
+]
+# Tables whose kernels a capability is the lowest to have, and those that a lower one has: PTX for that is valid here,
+# and what the preprocessor adds is the same in all kernels of a table, or in its last one.
+FIRST = {(8, 0): list(OTHERS.items()), (9, 0): [ATTENTION, *OF_SM90]}
+AGAIN = {(9, 0): FIRST[8, 0], (12, 0): [*FIRST[8, 0], ATTENTION], (10, 0): [*FIRST[8, 0], ATTENTION]}
+
 
 @pytest.fixture
 def kept(monkeypatch):
@@ -203,11 +270,19 @@ def test_measured_configurations_compile(kept, kernel, strength):
 SIZES = [(12, False, 2112), (1, True, 2048), (24, True, 2112), (100, False, 2048)]
 
 
-BY_RULE = [(*size, capability) for capability in CAPABILITIES for size in SIZES[HALVES.get(capability, slice(None))]]
+SOME_BY_RULE = [
+    (*SIZES[position], capability, DTYPES[of : of + 1])
+    for capability, positions in (((8, 0), (0, 2)), ((9, 0), (1, 3)), ((12, 0), (1, 3)))
+    for of, position in enumerate(positions)
+]
+BY_RULE = [(*size, capability, DTYPES) for capability in CAPABILITIES for size in SIZES]
 
 
-@pytest.mark.parametrize(("rows", "swiglu", "k", "capability"), [(12, False, 2112, (9, 0)), *others_slow(BY_RULE)])
-def test_configurations_by_rule_compile(kept, rows, swiglu, k, capability):
+@pytest.mark.parametrize(
+    ("rows", "swiglu", "k", "capability", "dtypes"),
+    [(*SIZES[0], (9, 0), DTYPES), *others_slow(SOME_BY_RULE), *others_slow(BY_RULE, exhaustive=True)],
+)
+def test_configurations_by_rule_compile(kept, rows, swiglu, k, capability, dtypes):
     """They compile for both dtypes, K that is and is not a multiple of a chunk or stage, with and without a scale of
     rows."""
     found, point = set(), Point(1, rows, 768, k)
@@ -215,80 +290,45 @@ def test_configurations_by_rule_compile(kept, rows, swiglu, k, capability):
     if capability == (9, 0):
         configs.append(cuda_configs._by_rule_tiled(point).fitted(k))
         configs.insert(0, cuda_configs._few_rows_in_order(point, swiglu, 132, "nvfp4"))
-    for config, dtype in itertools.product(configs, DTYPES):
+    for config, dtype in itertools.product(configs, dtypes):
         found.add(gemm(config, dtype, swiglu, k, dtype == torch.float16, capability))
     of_mxfp8 = replace(configs[-1], format="mxfp8")
     found.add(gemm(of_mxfp8, DTYPES[swiglu], swiglu, k, swiglu, capability))
     compile_all(found)
 
 
-@pytest.mark.slow  # 140 s on one core, when nothing is cached; the emulator's tests compile these sources as C++
-@pytest.mark.parametrize("capability", [*CAPABILITIES[:3], *others_slow([CAPABILITIES[3:]], exhaustive=True)])
-def test_other_kernels_compile(kept, capability):
-    found = {
-        (sources, expression, capability, argument)
-        for argument, (sources, expressions) in OTHERS.items()
-        for expression in expressions[HALVES.get(capability, slice(None))] or expressions
-    }
-    if capability >= (9, 0):
-        for dtype, width, tiles, splits in (("true", 128, 1, 8), ("false", 64, 2, 16), ("true", 64, 1, 1)):
-            name = f"decode_attention<{dtype}, {width}, {tiles}, {splits}>"
-            found.add((decode_attention.SOURCES, name, capability, cuda_arguments.DecodeAttentionArguments))
-    if capability == (9, 0):
-        for format, numbers in (("nvfp4", "<true, 4, 8, true>"), ("mxfp8", "<false, 16, 4, false>")):
-            sources = direct.sources(format)
-            found.add((sources, f"mm_tiled_direct{numbers}", capability, cuda_arguments.DirectArguments))
-        argument = cuda_arguments.TmaWgradArguments
-        for dtype, (columns, stages) in itertools.product(("true", "false"), wgrad._STAGES.items()):
-            found.add((wgrad.WGMMA, f"wgrad_wgmma<{dtype}, {columns}, {stages}>", capability, argument))
-        argument = cuda_arguments.ScaledWgradArguments
-        for columns, stages in wgrad._STAGES.items():
-            found.add((wgrad.WGMMA, f"scaled_wgrad_wgmma<{columns}, {stages}>", capability, argument))
-        argument = cuda_arguments.TmaLinearArguments
-        for index, (tile, stages) in enumerate(linear.STAGES.items()):
-            scaled = cuda_arguments.ScaledLinearArguments
-            found.add((linear.WGMMA, f"scaled_linear_wgmma<{tile}, {stages}>", capability, scaled))
-            for transposed in ("true", "false"):
-                dtype = ("true", "false")[index % 2]
-                name = f"linear_wgmma<{dtype}, {transposed}, {tile}, {stages}>"
-                found.add((linear.WGMMA, name, capability, argument))
-                found.add((linear.WGMMA, f"low_rank_{name}", capability, cuda_arguments.LowRankLinearArguments))
-        for tile, stages in linear.PACKED_STAGES.items():
-            for dtype, per_row in (("true", "false"), ("false", "true")):
-                name = f"packed_linear_wgmma<{dtype}, {per_row}, {tile}, {stages}>"
-                found.add((linear.PACKED, name, capability, cuda_arguments.PackedLinearArguments))
-        for dtype, blocks in (("true", 1), ("false", 4)):
-            numbers = f"<{dtype}, 24, 1, 3, 1, 7, {blocks}>"
-            for name, sources in (("wgmma", TILED_WGMMA.sources), ("dgrad", (*TILED_WGMMA.sources, prepared.DGRAD))):
-                found.add((sources, f"low_rank_tiled_{name}{numbers}", capability, cuda_arguments.LowRankGemmArguments))
-    for config, name in ((WGMMA, "order_rows"), (TILED_WGMMA, "gather_rows")):
-        if capability == (9, 0):
-            found.add((config.sources, name, capability, cuda_arguments.GatherArguments))
-    compile_all(found)
+def sample(expressions):
+    """Return some of a table's kernels: together they have each name, and each value of each template argument."""
+    numbers = [dict(enumerate(re.findall(r"[-\w]+", expression))) for expression in expressions]
+    return [expressions[position] for position in sorted(covering(numbers, 1))]
+
+
+@pytest.mark.slow  # 50 s on one core, when nothing is cached; the emulator's tests compile these sources as C++
+@pytest.mark.parametrize(
+    ("capability", "every"),
+    [
+        *itertools.product(CAPABILITIES[:3], [False]),
+        *others_slow(itertools.product(CAPABILITIES, [True]), exhaustive=True),
+    ],
+)
+def test_other_kernels_compile(kept, capability, every):
+    first, again = FIRST.get(capability, []), AGAIN.get(capability, [])
+    chosen = [
+        *((table, expressions if every else sample(expressions)) for table in first for expressions in [table[1][1]]),
+        *((table, expressions if every else expressions[-1:]) for table in again for expressions in [table[1][1]]),
+    ]
+    compile_all({(sources, name, capability, argument) for (argument, (sources, _)), names in chosen for name in names})
 
 
 def test_every_kernel_and_struct_is_compiled_above():
-    expressions = [name.partition("<")[0] for _, names in OTHERS.values() for name in names]
-    gemms = ["grouped_mm", "grouped_mm_staged", "grouped_mm_wgmma", "grouped_mm_tiled_mma", "grouped_mm_tiled_wgmma"]
-    gemms += ["mm_tiled_cluster", "mm_tiled_direct", "decode_attention"]
+    tables = [*FIRST[8, 0], *FIRST[9, 0]]
+    others = {name.partition("<")[0] for _, (_, expressions) in tables for name in sample(expressions)}
+    gemms = {"grouped_mm", "grouped_mm_staged", "grouped_mm_wgmma", "grouped_mm_tiled_mma", "grouped_mm_tiled_wgmma"}
     sources = "".join(file.read_text() for file in cuda_configs.COMMON.parent.glob("*.cu"))
     kernels = re.findall(r"__global__ void .*?(\w+)\(const", sources)
-    others = ["order_rows", "gather_rows", "linear_wgmma", "wgrad_wgmma"]
-    others += ["low_rank_linear_wgmma", "low_rank_tiled_wgmma", "low_rank_tiled_dgrad", "packed_linear_wgmma"]
-    others += ["scaled_linear_wgmma", "scaled_wgrad_wgmma"]
-    assert sorted(kernels) == sorted({*expressions, *gemms, *others})
-    gemm_structs = {"GemmArguments", "TmaGemmArguments", "GatherArguments", "TmaLinearArguments", "TmaWgradArguments"}
-    gemm_structs |= {
-        "DecodeAttentionArguments",
-        "DirectArguments",
-        "LowRankGemmArguments",
-        "LowRankLinearArguments",
-        "PackedLinearArguments",
-        "ScaledLinearArguments",
-        "ScaledWgradArguments",
-    }
+    assert sorted(kernels) == sorted(others | gemms | {"mm_tiled_cluster"})
     structs = {name for name in vars(cuda_arguments) if name.endswith("Arguments")}
-    assert structs == {struct.__name__ for struct in OTHERS} | gemm_structs
+    assert structs == {argument.__name__ for argument, _ in tables} | {"GemmArguments", "TmaGemmArguments"}
 
 
 def static_shared_bytes(cubin, name):
