@@ -15,6 +15,7 @@ from torch import Tensor
 
 from thunder_moe.formats import mxfp8, nvfp4
 from thunder_moe.formats.block_format import MXFP8, NVFP4
+from thunder_moe.formats.layouts import LINEAR
 from thunder_moe.formats.weight import PackedWeight
 
 
@@ -84,4 +85,5 @@ def dequantize(weight: PackedWeight, dtype: torch.dtype = torch.bfloat16) -> Ten
 
 def dequantize_expert(weight: PackedWeight, expert: int, out: Tensor) -> None:
     """Dequantizes one expert of a "linear" weight of any format into `out` (N, K)."""
+    assert weight.layout == LINEAR
     FORMATS[weight.format.name].dequantize_expert(weight, expert, out)
