@@ -365,8 +365,11 @@ def _torchao_obstacle(offsets: Tensor) -> str | None:
     """Return why torchao's FP8 grouped GEMMs do not run for these row ends; None if they do."""
     if offsets.device.type != "cuda" or torch.cuda.get_device_capability(offsets.device) != (9, 0):
         return "they need a GPU of compute capability 9.0"
-    if importlib.util.find_spec("torchao") is None:
-        return "torchao is not installed"
+    if (
+        importlib.util.find_spec("torchao") is None
+        or importlib.util.find_spec("torchao.prototype.moe_training") is None
+    ):
+        return "torchao.prototype.moe_training is not installed"
     return "they need multiples of 16 rows per expert" if offsets.remainder(16).any() else None
 
 
