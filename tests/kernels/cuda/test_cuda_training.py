@@ -240,6 +240,7 @@ OTHER_LINEARS = [
     ("any", torch.float16, 131, 20, [40, 0, 65], 64),
     ("wgmma", torch.bfloat16, 72, 24, [270], 256),
     ("wgmma", torch.bfloat16, 72, 200, [0, 130, 9], 128),
+    ("mma", torch.bfloat16, 264, 24, [300, 0, 3], 32),  # two groups of tiles
 ]
 
 

@@ -159,3 +159,19 @@ DEVICE float activate(const Args& args, float gate, float up) {
   }
   return __fdividef(gate, 1.0f + __expf(-args.alpha * gate)) * (up + args.up_shift);
 }
+
+struct TilePlace {
+  int row, column;
+};
+
+// The place of one of rows * columns tiles. Within `group` rows, which stay in the L2 cache, rows vary fastest, so that tiles of one
+// column follow each other.
+DEVICE TilePlace place_of_tile(int index, int rows, int columns, int group) {
+  int first = 0;
+  if (rows > group) {
+    first = index / (group * columns) * group;
+    index -= first * columns;
+    rows = min(rows - first, group);
+  }
+  return {first + index % rows, index / rows};
+}

@@ -94,16 +94,11 @@ struct Tile {
 // same time read the same weights, which stay in L2. Many row tiles are cut into groups, whose rows stay there, too.
 DEVICE Tile tile_at(const GemmArguments& args, const int* tile_start, const int* row_start, int tile_m, int tile_n, int tiles_n, int height) {
   const int expert = expert_of_tile(tile_start, args.num_experts, tile_m);
-  const int before = tile_start[expert], start = row_start[expert], end = row_start[expert + 1];
-  int tiles = tile_start[expert + 1] - before, first = 0;
+  const int before = tile_start[expert], tiles = tile_start[expert + 1] - before, start = row_start[expert], end = row_start[expert + 1];
   if (tiles == 1) return {expert, start, end, tile_n};  // saves a division
-  int within = (tile_m - before) * tiles_n + tile_n;
-  if (tiles > 3 * args.row_tiles) {  // a group more reads the weights once more
-    first = within / (args.row_tiles * tiles_n) * args.row_tiles;
-    within -= first * tiles_n;
-    tiles = min(tiles - first, args.row_tiles);
-  }
-  return {expert, start + (first + within % tiles) * height, end, within / tiles};
+  const int group = tiles > 3 * args.row_tiles ? args.row_tiles : tiles;  // a group more reads the weights once more
+  const TilePlace at = place_of_tile((tile_m - before) * tiles_n + tile_n, tiles, tiles_n, group);
+  return {expert, start + at.row * height, end, at.column};
 }
 DEVICE Tile tile_of(const GemmArguments& args, const int* tile_start, const int* row_start, int tile, int tiles_n, int height) {
   return tile_at(args, tile_start, row_start, tile / tiles_n, tile % tiles_n, tiles_n, height);

@@ -70,10 +70,9 @@ struct LinearTiles {
     const int row_tile = static_cast<int>(index / columns);
     while (row_tile >= experts.tiles[place + 1]) ++place;
     const int first = experts.tiles[place], tiles = experts.tiles[place + 1] - first;
-    const int rest = static_cast<int>(index - static_cast<int64_t>(first) * columns), group = rest / (kGroup * columns);
-    const int inside = rest - group * kGroup * columns, height = min(kGroup, tiles - group * kGroup);
-    const int row = experts.end[place] + (group * kGroup + inside % height) * ROWS;
-    return {args.first_expert + place, row, min(row + ROWS, experts.end[place + 1]), inside / height * COLUMNS};
+    const TilePlace at = place_of_tile(static_cast<int>(index - static_cast<int64_t>(first) * columns), tiles, columns, kGroup);
+    const int row = experts.end[place] + at.row * ROWS;
+    return {args.first_expert + place, row, min(row + ROWS, experts.end[place + 1]), at.column * COLUMNS};
   }
 };
 
