@@ -167,7 +167,7 @@ def calibrate_(
             plan.chosen.clear()  # it would keep modules alive
             options = {"formats": formats, "scale_search": scale_search}
             with keep_layers(destination, model, tree_leaves(inputs), options) as kept:
-                # Results of restored layers, a layer at a time: a device has no room for all of them.
+                # Restored layers run one at a time for their results: a device cannot hold all of them.
                 needs_results = device is not None and len(kept.layers) < len(layers)
                 try:
                     bar = progress_bar([*layers], desc="calibrating", unit="layer", disable=not progress)
