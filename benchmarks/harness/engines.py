@@ -1,9 +1,8 @@
 """`Engine`: vLLM's engine of a checkpoint, with given kernels for its 4-bit layers, in a process of its own.
 Called by suites/engine.py; calls vLLM there, and nothing of it here.
 
-Settings that all columns share: attention on vLLM's Triton kernels on a GPU; what `vllm serve` does by itself, that is
-layers compiled by vLLM and CUDA graphs. The process imports vLLM while the checkpoint is written and waits for
-`Engine.start`.
+Settings that all columns share: what `vllm serve` does by itself, that is its choice of attention kernels, layers
+compiled by vLLM and CUDA graphs. The process imports vLLM while the checkpoint is written and waits for `Engine.start`.
 """
 
 from __future__ import annotations
@@ -25,9 +24,11 @@ import torch.multiprocessing as multiprocessing
 
 from benchmarks.harness.served import COLUMNS
 
-__all__ = ["MODELS", "Engine"]
+__all__ = ["ENGINES", "MODELS", "Engine"]
 
 OURS = "thunder_moe"
+FP8 = "vLLM FP8"
+ENGINES = (*COLUMNS, FP8)
 FEW = 4  # new tokens whose time is subtracted
 REQUEST = 1024  # tokens of the longest prompt
 MODELS: dict[str, dict[str, Any]] = {
@@ -51,16 +52,19 @@ class Engine:
         """Starts the process.
 
         Args:
-            column: of `served.COLUMNS`.
+            column: of `ENGINES`.
             path: of the checkpoint, which need not be there yet.
             options: "device", "batches" (of decoding), "tokens" (of a step), "new" (that are timed), "compiled",
-                "cores" (that the process runs on, or None for all).
+                "attention" (vLLM's name of its kernels, or None for its choice), "cores" (that the process runs on, or
+                None for all), "gpu" (that it sees, or None for all).
         """
         self.column = column
         context = multiprocessing.get_context("spawn")
         self._pipe, other = context.Pipe()
         self._process = context.Process(target=_serve, args=(column, path, options, other), daemon=True)
         switch = {"THUNDER_MOE_VLLM": "1" if column == OURS else "0", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+        if options["gpu"] is not None:
+            switch["CUDA_VISIBLE_DEVICES"] = str(options["gpu"])
         before = {name: os.environ.get(name) for name in switch}
         os.environ.update(switch)
         try:
@@ -140,13 +144,15 @@ class _Column:
     def __init__(self, column: str, path: Path, options: dict[str, Any]) -> None:
         from vllm import LLM
 
-        backend, quantized = COLUMNS[column]
+        backend, quantized = COLUMNS.get(column, ("auto", False))
         settings: dict[str, Any] = {} if quantized else dict(load_format=_loader(path))
+        if column == FP8:
+            settings.update(quantization="fp8")
         if options["device"] == "cuda":
             graphs: dict[str, Any] = dict(cudagraph_capture_sizes=sorted(set(options["batches"])))
             if not options["compiled"]:
                 graphs.update(mode=0, cudagraph_mode="FULL_DECODE_ONLY")
-            settings.update(attention_backend="TRITON_ATTN", compilation_config=graphs)
+            settings.update(attention_backend=options["attention"], compilation_config=graphs)
         else:
             settings.update(enforce_eager=True)
         self.new: int = options["new"]
@@ -169,6 +175,11 @@ class _Column:
             for own, request in zip(tokens, out, strict=True)
         ]
         return tokens, values
+
+    def attention(self) -> list[str]:
+        """Return the names of vLLM's attention kernels that the model runs."""
+        (names,) = self.llm.apply_model(_attention)
+        return sorted(names)
 
     def version(self) -> str:
         """Return vLLM's version."""
@@ -206,6 +217,10 @@ class _Column:
             temperature=0, max_tokens=new, min_tokens=new, ignore_eos=True, detokenize=False, **more
         )
         return self.llm.generate([{"prompt_token_ids": ids} for ids in prompts], parameters, use_tqdm=False)
+
+
+def _attention(model: torch.nn.Module) -> set[str]:
+    return {module.attn_backend.get_name() for module in model.modules() if hasattr(module, "attn_backend")}
 
 
 def _loader(path: Path) -> str:

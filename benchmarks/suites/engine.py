@@ -2,8 +2,9 @@
 Called by `python -m benchmarks engine`, which needs vLLM; calls transformers, benchmarks/harness/engines.py and vLLM.
 
 The checkpoint has random weights and is written by `quantize_` and `save_checkpoint`. With `--linears` attention's
-projections are in the format too. The bf16 column reads it dequantized. Each column is an engine in its own process;
-all engines exist at once and take turns.
+projections are in the format too. The bf16 column reads it dequantized, and so does the FP8 column, whose engine then
+quantizes these weights as `--quantization fp8` does. Each column is an engine in its own process; all engines exist at
+once and take turns. `--gpus` gives each of them a GPU, where one GPU has no memory for all of them.
 
     decode    new tokens of each request per second: (time of many new tokens - time of few)
     prefill   tokens of prompts per second, one step of vLLM
@@ -25,9 +26,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.harness.engines import MODELS, Engine
+from benchmarks.harness.engines import ENGINES, MODELS, Engine
 from benchmarks.harness.report import comma_list, one_of, parser, plot_lines, positive, save, table
-from benchmarks.harness.served import COLUMNS
 from benchmarks.harness.timing import describe
 from thunder_moe.formats.registry import FORMATS
 
@@ -92,6 +92,8 @@ def main(argv: Sequence[str]) -> list[dict[str, Any]]:
             ]
             more = {
                 "vllm": engines[OURS].ask("version"),
+                "attention": engines[OURS].ask("attention"),
+                "gpus": args.gpus,
                 "model": args.model,
                 "layers": args.layers,
                 "linears": args.linears,
@@ -124,7 +126,7 @@ def main(argv: Sequence[str]) -> list[dict[str, Any]]:
 
 def _arguments(argv: Sequence[str]) -> argparse.Namespace:
     result = parser("engine", __doc__ or "", shapes=False, limits=False)
-    result.add_argument("--columns", type=comma_list(one_of(COLUMNS)), default=list(COLUMNS), help="default: all")
+    result.add_argument("--columns", type=comma_list(one_of(ENGINES)), default=list(ENGINES), help="default: all")
     result.add_argument("--model", type=one_of(MODELS), default=next(iter(MODELS)), help="default: %(default)s")
     result.add_argument(
         "--format", type=one_of(FORMATS), default="nvfp4", help=f"of: {', '.join(FORMATS)} (default: %(default)s)"
@@ -139,10 +141,15 @@ def _arguments(argv: Sequence[str]) -> argparse.Namespace:
         "--uncompiled", action="store_true", help="vLLM compiles no layers; it captures CUDA graphs all the same"
     )
     result.add_argument("--linears", action="store_true", help="4-bit (or MXFP8) attention, too")
+    result.add_argument("--attention", help="vLLM's --attention-backend (default: its choice)")
+    gpus = [str(index) for index in range(torch.cuda.device_count())]
+    result.add_argument("--gpus", type=comma_list(one_of(gpus)), help="of each column, 0 with the check (default: 0)")
     result.set_defaults(rounds=7)
     args = result.parse_args(argv)
     if OURS not in args.columns:
         result.error(f"argument --columns: wanted {OURS} among them")
+    if args.gpus and len(args.gpus) != len(args.columns):
+        result.error(f"argument --gpus: got {len(args.gpus)} for {len(args.columns)} columns, wanted one for each")
     return args
 
 
@@ -150,12 +157,16 @@ def _options(args: argparse.Namespace) -> list[dict[str, Any]]:
     """Return each column's options. On a GPU each engine has its own cores, so none waits for another's threads."""
     shared = {
         "device": args.device.type, "batches": args.batches, "tokens": max(args.prefills), "new": args.new,
-        "compiled": not args.uncompiled,
+        "compiled": not args.uncompiled, "attention": args.attention,
     }  # fmt: skip
     count = len(args.columns)
     cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
     share = len(cores) // count if args.device.type == "cuda" else 0
-    return [shared | {"cores": cores[index * share : (index + 1) * share] or None} for index in range(count)]
+    gpus = args.gpus or [None] * count
+    return [
+        shared | {"cores": cores[index * share : (index + 1) * share] or None, "gpu": gpu}
+        for index, gpu in enumerate(gpus)
+    ]
 
 
 def _prompts(args: argparse.Namespace) -> list[list[int]]:

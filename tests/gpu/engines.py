@@ -23,9 +23,26 @@ TOLERANCE = 0.08  # of log probabilities in bf16, whose top one is about 4 above
 
 
 def written(path: Path, seed: int, format: str = "nvfp4", gpt_oss: bool = False, linears: bool = False) -> Path:
-    """A checkpoint of 3 layers with 16 experts, 8 of which run for each token, of Qwen3-MoE or GPT-OSS.
+    """A checkpoint of `_model` in a number format, which is "mxfp4" for GPT-OSS alone.
 
-    `format` is "mxfp4" for GPT-OSS alone. `linears`: attention's projections are in the format, too.
+    `linears`: attention's projections are in the format, too.
+    """
+    model = _model(seed, gpt_oss)
+    of_attention = (lambda _, name: "self_attn" in name) if linears else False
+    if format == "mxfp4":
+        model.save_pretrained(path)
+        return release_in_mxfp4(path, seed, highest=-5)
+    return save_checkpoint(quantize_(model, format=format, linears=of_attention), path)
+
+
+def in_16_bits(path: Path, seed: int) -> Path:
+    """The checkpoint of the Qwen3-MoE that `written` quantizes."""
+    _model(seed, gpt_oss=False).save_pretrained(path)
+    return path
+
+
+def _model(seed: int, gpt_oss: bool) -> Any:
+    """3 layers with 16 experts, 8 of which run for each token, of Qwen3-MoE or GPT-OSS.
 
     Where the router's last choices are nearly equal bf16 may take another expert than fp32. The last of 8 has so small
     a weight, with a router of doubled weights, that this changes no number beyond the tolerance.
@@ -52,20 +69,19 @@ def written(path: Path, seed: int, format: str = "nvfp4", gpt_oss: bool = False,
                 parameter.mul_(2)
             elif "bias" in name or "sinks" in name:
                 torch.nn.init.normal_(parameter, std=0.2)
-    of_attention = (lambda _, name: "self_attn" in name) if linears else False
-    if format == "mxfp4":
-        model.save_pretrained(path)
-        return release_in_mxfp4(path, seed, highest=-5)
-    return save_checkpoint(quantize_(model, format=format, linears=of_attention), path)
+    return model
 
 
 @contextlib.contextmanager
-def engine(path: Path, **options: Any) -> Iterator[Any]:
-    """vLLM's LLM of a checkpoint in bf16, in this process but for ranks, which decodes in CUDA graphs."""
+def engine(path: Path, environment: dict[str, str] | None = None, **options: Any) -> Iterator[Any]:
+    """vLLM's LLM of a checkpoint in bf16, which decodes in CUDA graphs; in this process, but for ranks and where
+    `environment` says otherwise."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
         patch.setenv("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
         patch.setenv("THUNDER_MOE_VLLM", "1")
+        for name, value in (environment or {}).items():
+            patch.setenv(name, value)
         if find_spec("flashinfer") is None:
             patch.setenv("VLLM_USE_FLASHINFER_SAMPLER", "0")
         from vllm import LLM
