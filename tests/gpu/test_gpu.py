@@ -43,13 +43,13 @@ from thunder_moe.activations import SWIGLU
 from thunder_moe.formats import mxfp8
 from thunder_moe.formats.gate_up import deinterleave, interleave
 from thunder_moe.formats.nvfp4 import NVFP4Weight, quantize
-from thunder_moe.formats.weight import joined
+from thunder_moe.formats.weight import PackedWeight, joined
 from thunder_moe.kernels import chains
 from thunder_moe.kernels.cuda import backend as cuda
 from thunder_moe.kernels.cuda import nvrtc, operators, prefill, workspace
 from thunder_moe.kernels.cuda.configs import MEASURED, GemmConfig, Point, candidates
 from thunder_moe.kernels.cuda.plan import plan_gemm
-from thunder_moe.kernels.select import preferred_layout, use_backend
+from thunder_moe.kernels.select import lay_out, preferred_layout, use_backend
 from thunder_moe.ops.grouped_mm import operands
 from thunder_moe.ops.operator import OPERATORS
 from thunder_moe.routing import route as plain_route
@@ -255,12 +255,15 @@ def test_quantize_is_the_same_on_both_devices(dtype):
         assert torch.equal(cpu.view(torch.uint8), gpu.cpu().view(torch.uint8))
 
 
-def test_tiles_are_laid_out_on_the_device():
-    weight = quantize(torch.randn(3, 128, 192) * torch.rand(3, 128, 1) ** 20)
+@pytest.mark.parametrize("by", [lay_out, PackedWeight.to_layout], ids=["kernel", "torch"])
+@pytest.mark.parametrize("pack", [quantize, mxfp8.quantize], ids=["nvfp4", "mxfp8"])
+def test_tiles_are_laid_out_on_the_device(pack, by):
+    weight = pack(torch.randn(3, 128, 192) * torch.rand(3, 128, 1) ** 20)
     expected, on_device = weight.to_layout("tiled_64x64"), weight.to("cuda")
+    by(by(on_device, "tiled_64x64"), "linear")  # compiles
     with no_synchronization():
-        tiled = on_device.to_layout("tiled_64x64")
-        back = tiled.to_layout("linear")
+        tiled = by(on_device, "tiled_64x64")
+        back = by(tiled, "linear")
     for ours, cpu in ((tiled, expected), (back, weight)):
         for tensor, wanted in zip(ours.tensors(), cpu.tensors(), strict=True):
             assert torch.equal(tensor.cpu().view(torch.uint8), wanted.view(torch.uint8))

@@ -138,7 +138,7 @@ def _refuse_tied(model: nn.Module, linears: dict[str, Any]) -> None:
 def _merged_weight(linear: Any, names: tuple[str, ...]) -> tuple[Tensor, Tensor]:
     """Return the sum of the weight and the named adapters, and the adapters' share of it: float32 (E, N, K)."""
     if not isinstance(linear, GroupedLinear):
-        weight = dequantize(linear.packed_weight.to_layout(LINEAR), torch.float32)
+        weight = dequantize(lay_out(linear.packed_weight, LINEAR), torch.float32)
     else:
         weight = linear.weight.detach().float()
     delta = linear.lora_delta(names) if names else torch.zeros_like(weight)
@@ -150,7 +150,7 @@ def _merge_adapters(linear: Any, names: tuple[str, ...]) -> float:
     total, delta = _merged_weight(linear, names)
     if not total.isfinite().all():
         return math.inf
-    packed = None if isinstance(linear, GroupedLinear) else linear.packed_weight.to_layout(LINEAR)
+    packed = None if isinstance(linear, GroupedLinear) else lay_out(linear.packed_weight, LINEAR)
     if packed is None:
         before = linear.weight.detach().clone()
     else:
@@ -213,7 +213,7 @@ def _set_weight(linear: Any, weight: Any) -> None:
     owner = linear.stack if isinstance(linear, NVFP4LinearPart) else linear
     weight = weight.to(owner.qdata.device)
     if owner is not linear:
-        whole, own = owner.packed_weight.to_layout(LINEAR), linear._rows
+        whole, own = lay_out(owner.packed_weight, LINEAR), linear._rows
         pieces = slice(0, own.start), own, slice(own.stop, whole.shape[1])
         parts = (weight if rows == own else whole.rows(rows) for rows in pieces if rows.start < rows.stop)
         weight = PackedWeight.concatenate(*parts).share_global_scale()

@@ -1,5 +1,5 @@
 """Layout "tiled_64x64" of MXFP8 weights: codes and scales in the order of the reads of a warp of the SM90 kernels.
-Called by layouts; calls tiled_64x64 to rotate words. src/mxfp8.cuh decodes it, and src/quantize.cu writes it.
+Called by layouts; calls tiled_64x64 to rotate words. src/mxfp8.cuh decodes it, and src/quantize.cu converts it.
 
 Legend: E experts, N output features, K input features of the GEMM.
 """

@@ -75,7 +75,7 @@ def from_tiled(qdata: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
     """Undo `to_tiled`."""
     experts, n, half = qdata.shape
     rows, columns = n // TILE, 2 * half // TILE
-    table = torch.argsort(scale_table(qdata.device)).to(torch.uint8)
+    table = linear_scale_table(qdata.device)
     codes = torch.empty(qdata.shape, dtype=torch.uint8, device=qdata.device)
     scales = torch.empty(scale.shape, dtype=torch.uint8, device=scale.device)
     for expert in range(experts):
@@ -121,3 +121,8 @@ def scale_table(device: torch.device) -> Tensor:
     left = torch.ones(256, dtype=torch.int32, device=device).index_fill(0, positive.long(), 0)
     negative = torch.argsort(left, descending=True, stable=True)[:128]
     return torch.cat([positive, negative]).to(torch.uint8)
+
+
+def linear_scale_table(device: torch.device) -> Tensor:
+    """Return uint8 (256,), the inverse of `scale_table`."""
+    return torch.argsort(scale_table(device)).to(torch.uint8)

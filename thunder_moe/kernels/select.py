@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from thunder_moe.formats.block_format import NVFP4, BlockFormat
 from thunder_moe.formats.layouts import LINEAR, TILED_64X64, layout_fits, preferred_on
@@ -149,14 +150,15 @@ def lay_out(weight: Weight, layout: str) -> Weight:
     """Return a weight in a layout of `formats.layouts.LAYOUTS`, or in the one that "auto" means for it,
     `resolve_layout`.
 
-    On a CUDA device "linear" becomes "tiled_64x64" by a kernel, byte for byte as `PackedWeight.to_layout` makes it.
+    On a CUDA device a kernel converts between "linear" and "tiled_64x64", byte for byte as `PackedWeight.to_layout`.
     """
     _, n, k = weight.shape
     layout = resolve_layout(layout, weight.device, n, k, weight.format)
-    if (weight.layout, layout) == (LINEAR, TILED_64X64) and layout_fits(n, k, layout, weight.format) is None:
+    converts = {weight.layout, layout} == {LINEAR, TILED_64X64} and layout_fits(n, k, layout, weight.format) is None
+    if converts and not isinstance(weight.qdata, FakeTensor):
         kernels = _cuda_quantizer(weight.device, weight.format.name)
         if kernels is not None:
-            return kernels.to_tiled(weight)
+            return kernels.to_layout(weight, layout)
     return weight.to_layout(layout)
 
 

@@ -272,7 +272,7 @@ class NVFP4LinearPart(AdaptableLinear):
     @property
     def packed_weight(self) -> PackedWeight:
         """Return its weight (1, N, K) in layout "linear", a view of the stack's where that has this layout."""
-        return self.stack.packed_weight.to_layout(LINEAR).rows(self._rows)
+        return lay_out(self.stack.packed_weight, LINEAR).rows(self._rows)
 
     @property
     def bias(self) -> Tensor | None:

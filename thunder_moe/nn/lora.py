@@ -18,9 +18,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from thunder_moe.formats.layouts import LINEAR
 from thunder_moe.formats.registry import dequantize
 from thunder_moe.formats.weight import PackedWeight
 from thunder_moe.kernels.batch_invariance import refuse
+from thunder_moe.kernels.select import lay_out
 from thunder_moe.nn.grouped_linear import GroupedLinear, linear_operator
 from thunder_moe.nn.linear import NVFP4Linear, NVFP4LinearPart
 from thunder_moe.nn.quantized import NVFP4GroupedLinear
@@ -267,7 +269,7 @@ class NVFP4LoRAGroupedLinear(LoRALinear, NVFP4GroupedLinear):
         """Return the weights in 16 bits; with `lora_to_restore` plus the active adapters, rounded once."""
         if not self.lora_to_restore or not self.lora_active:
             return super().dequantized()
-        total = dequantize(self.packed_weight.to_layout("linear"), torch.float32) + self.lora_delta(self.lora_active)
+        total = dequantize(lay_out(self.packed_weight, LINEAR), torch.float32) + self.lora_delta(self.lora_active)
         parts = zip(total.chunk(len(self.weight_dtypes), 1), self.weight_dtypes, strict=True)
         return [part.to(dtype).contiguous() for part, dtype in parts]
 

@@ -301,7 +301,7 @@ class PackedModule(AdaptableLinear):
 
     def dequantized(self) -> list[Tensor]:
         """Return the 16-bit weights that it stands for, each (E, its rows, K) of its own dtype and contiguous."""
-        linear = self.packed_weight.to_layout(LINEAR)
+        linear = lay_out(self.packed_weight, LINEAR)
         sizes = self._part_features or (self.out_features // len(self.weight_dtypes),) * len(self.weight_dtypes)
         weights: list[Tensor] = []
         for end, size, dtype in zip(accumulate(sizes), sizes, self.weight_dtypes, strict=True):
@@ -314,7 +314,7 @@ class PackedModule(AdaptableLinear):
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
         if self.layout != LINEAR:
-            linear = self._own(self.packed_weight.to_layout(LINEAR))
+            linear = self._own(lay_out(self.packed_weight, LINEAR))
             destination[f"{prefix}qdata"], destination[f"{prefix}scale"] = linear[:2]
 
     @alone
@@ -332,7 +332,7 @@ class PackedModule(AdaptableLinear):
         own = {field: getattr(self, field) for field in fields}
         for buffer in own.values():
             drop_snapshots(buffer)  # torch.utils.swap_tensors takes no tensor that has weak references
-        self._buffers.update(zip(fields, self._own(self.packed_weight.to_layout(LINEAR)), strict=True))
+        self._buffers.update(zip(fields, self._own(lay_out(self.packed_weight, LINEAR)), strict=True))
         scale, (experts, n, _) = state_dict.get(f"{prefix}{NVFP4.fields[2]}"), self._weight_shape
         shapes = ((experts,), (experts, n)) if self._of_experts else ((), (n,))  # of all rows of an expert, or of each
         if isinstance(scale, Tensor) and not scale.is_meta and self.global_scale.shape != scale.shape in shapes:

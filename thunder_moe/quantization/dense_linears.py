@@ -270,7 +270,7 @@ def join_read_together(model: nn.Module) -> None:
 def _join(parent: nn.Module, names: list[str], linears: list[NVFP4Linear]) -> None:
     """Replace children of a module by the parts of a stack of them."""
     first = linears[0]
-    weight = PackedWeight.concatenate(*(linear.packed_weight.to_layout(LINEAR) for linear in linears))
+    weight = PackedWeight.concatenate(*(lay_out(linear.packed_weight, LINEAR) for linear in linears))
     stack = NVFP4LinearStack(
         lay_out(weight.share_global_scale(), "auto" if first.auto_layout else first.layout),
         stacked_bias([linear.bias for linear in linears if linear.bias is not None]),

@@ -3,13 +3,18 @@ Called by pytest, with -m gpu on a GPU; judged by `quantize` of those modules an
 oracles of their own.
 """
 
+from dataclasses import replace
+
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from thunder_moe.formats import mxfp8
 from thunder_moe.formats.nvfp4 import NVFP4Weight, quantize
-from thunder_moe.formats.weight import MXFP8Weight
+from thunder_moe.formats.weight import MXFP8Weight, PackedWeight
+from thunder_moe.kernels import select
 from thunder_moe.kernels.cuda import quantizer
+from thunder_moe.nn.quantized import NVFP4GroupedLinear
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 
@@ -44,7 +49,9 @@ def test_the_same_bytes(device, dtype, scale_search):
     expected = quantize(weight, scale_search=scale_search)
     got = quantizer.quantize(weight.to(device), scale_search=scale_search)
     same(got, expected)
-    same(quantizer.to_tiled(got), expected.to_layout("tiled_64x64"))
+    tiled = quantizer.to_layout(got, "tiled_64x64")
+    same(tiled, expected.to_layout("tiled_64x64"))
+    same(quantizer.to_layout(tiled, "linear"), expected)
 
 
 @pytest.mark.parametrize("dtype", [DTYPES[0], *(pytest.param(dtype, marks=pytest.mark.slow) for dtype in DTYPES[1:])])
@@ -55,7 +62,9 @@ def test_the_same_bytes_of_mxfp8(device, dtype):
     expected = mxfp8.quantize(weight)
     got = quantizer.quantize(weight.to(device), "mxfp8")
     same(got, expected)
-    same(quantizer.to_tiled(got), expected.to_layout("tiled_64x64"))
+    tiled = quantizer.to_layout(got, "tiled_64x64")
+    same(tiled, expected.to_layout("tiled_64x64"))
+    same(quantizer.to_layout(tiled, "linear"), expected)
 
 
 @pytest.mark.parametrize("default_dtype", [torch.bfloat16, torch.float64])
@@ -106,16 +115,44 @@ def test_refuses_what_is_not_finite(device, value):
         quantizer.quantize(weight.to(device), "mxfp8")
 
 
-def test_to_tiled_of_any_bytes(device):
+@pytest.mark.parametrize("shape", [(2, 128, 192), (1, 64, 64), (3, 192, 64), (1, 64, 320)])
+def test_layouts_of_any_bytes(device, shape, monkeypatch):
+    monkeypatch.setattr(quantizer.backend, "_QUANTIZE_BLOCKS", 4)  # thread blocks convert several tiles
     torch.manual_seed(0)
-    scale = torch.randint(256, (2, 128, 12), dtype=torch.uint8)
+    experts, n, k = shape
+    scale = torch.randint(256, (experts, n, k // 16), dtype=torch.uint8)
     scale[0, 0, :4] = 0
-    weight = NVFP4Weight(
-        torch.randint(256, (2, 128, 96), dtype=torch.uint8), scale.view(torch.float8_e4m3fn), torch.rand(2, 128)
+    nvfp4 = NVFP4Weight(
+        torch.randint(256, (experts, n, k // 2), dtype=torch.uint8),
+        scale.view(torch.float8_e4m3fn),
+        torch.rand(experts, n),
     )
-    same(quantizer.to_tiled(weight.to(device)), weight.to_layout("tiled_64x64"))
-    weight = MXFP8Weight(
-        torch.randint(256, (2, 128, 192), dtype=torch.uint8).view(torch.float8_e4m3fn),
-        torch.randint(256, (2, 128, 6), dtype=torch.uint8).view(torch.float8_e8m0fnu),
+    mxfp8 = MXFP8Weight(
+        torch.randint(256, shape, dtype=torch.uint8).view(torch.float8_e4m3fn),
+        torch.randint(256, (experts, n, k // 32), dtype=torch.uint8).view(torch.float8_e8m0fnu),
     )
-    same(quantizer.to_tiled(weight.to(device)), weight.to_layout("tiled_64x64"))
+    for weight in (nvfp4, mxfp8):
+        for layout, other in (("linear", "tiled_64x64"), ("tiled_64x64", "linear")):  # any bytes are a weight of each
+            given = replace(weight, layout=layout)
+            same(quantizer.to_layout(given.to(device), other), given.to_layout(other))
+
+
+def test_a_state_dict_of_tiles_is_converted_by_the_kernel(device, monkeypatch):
+    weight = quantize(torch.randn(2, 64, 128))
+    linear = NVFP4GroupedLinear(weight.to_layout("tiled_64x64").to(device))
+    monkeypatch.setattr(select, "runs_on_cuda", lambda *_: True)
+    monkeypatch.setattr(PackedWeight, "to_layout", None)  # the conversion in plain torch
+    state = linear.state_dict()
+    assert linear.layout == "tiled_64x64"
+    same(NVFP4Weight(*(state[name] for name in weight.format.fields)), weight)
+
+
+def test_fake_tensors_are_converted_without_the_kernel(monkeypatch):
+    weight = quantize(torch.randn(2, 64, 128))
+    monkeypatch.setattr(select, "runs_on_cuda", lambda *_: True)
+    with FakeTensorMode() as mode:
+        fake = weight.with_tensors(map(mode.from_tensor, weight.tensors()))
+        for layout in ("tiled_64x64", "linear"):
+            fake = select.lay_out(fake, layout)
+            assert (fake.layout, fake.shape) == (layout, weight.shape)
+            assert isinstance(fake.qdata, FakeTensor)

@@ -143,9 +143,9 @@ OTHERS = {
         [
             *(f"largest_magnitude<{dtype}>" for dtype in range(3)),
             *(f"quantize<{dtype}, {search}>" for dtype in range(3) for search in ("false", "true")),
-            "write_tiled",
+            *(f"convert_layout<{to_tiled}>" for to_tiled in ("false", "true")),
             *(f"quantize_mxfp8<{dtype}>" for dtype in range(3)),
-            "write_tiled_mxfp8",
+            *(f"convert_layout_mxfp8<{to_tiled}>" for to_tiled in ("false", "true")),
         ],
     ),
 }

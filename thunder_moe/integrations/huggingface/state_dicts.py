@@ -21,6 +21,7 @@ from thunder_moe.checkpoint.files import TensorInfo
 from thunder_moe.checkpoint.formats.modelopt import MODELOPT
 from thunder_moe.checkpoint.modules import sort_modules
 from thunder_moe.finetune.lora import stored_adapters
+from thunder_moe.formats.layouts import LINEAR
 from thunder_moe.formats.mxfp8 import MAX_SCALE
 from thunder_moe.formats.weight import PackedWeight
 from thunder_moe.integrations.huggingface.checkpoint_names import ModelNames, expert_sources, linear_source
@@ -81,7 +82,8 @@ def _experts(
 ) -> dict[str, Tensor]:
     """Return the state dict of a block of experts with the tensors that `left` has of it; empty if it has none."""
     biases = (None if bias is None else bias.detach() for bias in (module.gate_up_bias, module.down_bias))
-    weights = ExpertWeights(module.gate_up_proj.packed_weight, module.down_proj.packed_weight, *biases)
+    gate_up, down = (lay_out(each.packed_weight, LINEAR) for each in (module.gate_up_proj, module.down_proj))
+    weights = ExpertWeights(gate_up, down, *biases)
     tensors = _InMemory.overlaid(dict(MODELOPT.encode(source, weights, layout, warns=False)), left)
     if tensors is None:
         return {}
@@ -119,7 +121,7 @@ def _dense(
     source: str, weight: PackedWeight, bias: Tensor | None, left: dict[str, Tensor]
 ) -> tuple[PackedWeight, Tensor | None] | None:
     """Return the weight (1, N, K) and bias of a dense layer with the tensors of `left`; None if `left` has none."""
-    encoded = dict(MODELOPT.encode_dense(source, weight))
+    encoded = dict(MODELOPT.encode_dense(source, lay_out(weight, LINEAR)))
     if bias is not None:
         encoded[f"{source}.bias"] = bias.detach()
     if (tensors := _InMemory.overlaid(encoded, left)) is None:

@@ -30,6 +30,7 @@ from thunder_moe.formats.weight import NVFP4Weight, PackedWeight
 from thunder_moe.integrations.huggingface.checkpoint_names import expert_sources, linear_source
 from thunder_moe.integrations.huggingface.experts import NVFP4Experts
 from thunder_moe.integrations.huggingface.sharding import part_of, refuse_part
+from thunder_moe.kernels.select import lay_out
 from thunder_moe.nn.linear import NVFP4Linear, NVFP4LinearPart, NVFP4LinearStack
 from thunder_moe.quantization.refresh import whole_tensor
 
@@ -129,7 +130,7 @@ def model_tensors(model: PreTrainedModel) -> Iterator[tuple[str, Tensor | Expert
         if isinstance(part, NVFP4LinearPart | NVFP4Linear):
             if not isinstance(part, NVFP4LinearStack):
                 share = getattr(part, "process_part", None)
-                weight = part.packed_weight
+                weight = lay_out(part.packed_weight, LINEAR)
                 weight = weight if share is None else _whole(weight, vars(part)["process_mesh"], share[0])
                 yield linear_source(model, name), weight
                 state |= {} if part.bias is None else {f"{name}.bias": part.bias.detach()}
@@ -180,14 +181,14 @@ def _whole_experts(experts: NVFP4Experts) -> ExpertWeights:
     biases = [
         None if bias is None else whole_tensor(bias.detach()) for bias in (experts.gate_up_bias, experts.down_bias)
     ]
-    weights = experts.gate_up_proj.packed_weight, experts.down_proj.packed_weight
+    gate_up, down = (lay_out(each.packed_weight, LINEAR) for each in (experts.gate_up_proj, experts.down_proj))
     if part.is_unsharded:
-        return ExpertWeights(*weights, *biases)
+        return ExpertWeights(gate_up, down, *biases)
     mesh, halves = experts.part_mesh, 2 if form.gated else 1
     if part.expert_ranks > 1:
         first, second = (None if bias is None else _joined(bias, mesh, 0) for bias in biases)
-        return ExpertWeights(_whole(weights[0], mesh, 0), _whole(weights[1], mesh, 0), first, second)
-    gate_up, down = _whole(weights[0], mesh, 1, halves), _whole(weights[1], mesh, 2)
+        return ExpertWeights(_whole(gate_up, mesh, 0), _whole(down, mesh, 0), first, second)
+    gate_up, down = _whole(gate_up, mesh, 1, halves), _whole(down, mesh, 2)
     first, second = biases
     if first is not None:
         first = _joined(first, mesh, 1, halves)
@@ -208,8 +209,7 @@ def _whole_state(state: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _whole(weight: PackedWeight, mesh: Any, dim: int, parts: int = 1) -> PackedWeight:
-    """Join the parts of a weight along a dimension of (E, N, K), along which `parts` weights are stacked."""
-    weight = weight.to_layout(LINEAR)
+    """Join the parts of a "linear" weight along a dimension of (E, N, K), along which `parts` weights are stacked."""
     qdata, scale = (_joined(tensor.view(torch.uint8), mesh, dim, parts) for tensor in (weight.qdata, weight.scale))
     qdata, scale = qdata.view(weight.qdata.dtype), scale.view(weight.scale.dtype)
     if not isinstance(weight, NVFP4Weight):

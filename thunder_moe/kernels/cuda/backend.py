@@ -22,7 +22,7 @@ from thunder_moe import routing
 from thunder_moe.activations import SWIGLU, SwiGLUConfig
 from thunder_moe.formats.block_format import NVFP4
 from thunder_moe.formats.layouts import LINEAR
-from thunder_moe.formats.tiled_64x64 import scale_table
+from thunder_moe.formats.tiled_64x64 import linear_scale_table, scale_table
 from thunder_moe.formats.weight import PackedWeight, WeightOperands
 from thunder_moe.kernels import add_norm, reference
 from thunder_moe.kernels.arguments import dtype_code, pointer
@@ -44,7 +44,7 @@ from thunder_moe.kernels.experts import ExpertsCall, unfused
 from thunder_moe.kernels.slow_paths import to_linear, warn_once
 from thunder_moe.routing import RouterConfig, gather_rows
 
-__all__ = ["FORMATS", "MAX_EXPERTS", "combine", "dequantize", "launch_per_block", "row_starts", "swiglu", "to_tiled"]
+__all__ = ["FORMATS", "MAX_EXPERTS", "combine", "dequantize", "launch_per_block", "row_starts", "swiglu", "to_layout"]
 __all__ += reference.__all__
 
 _QUANTIZE = (COMMON, COMMON.with_name("dequantize.cu"), COMMON.with_name("quantize.cu"))
@@ -406,20 +406,20 @@ def _warn_of_reference(what: str, activation: Tensor, weight: PackedWeight, reme
     )
 
 
-def to_tiled(weight: WeightT) -> WeightT:
-    """Return a weight in layout "linear" in layout "tiled_64x64", as `PackedWeight.to_layout` gives it.
+def to_layout(weight: WeightT, layout: str) -> WeightT:
+    """Return a weight in the other one of the layouts "linear" and "tiled_64x64", as `PackedWeight.to_layout` gives it.
 
     The callers have checked that the layout fits.
     """
     codes, scales = aligned(weight.qdata), aligned(weight.scale)
     qdata, scale = torch.empty_like(codes), torch.empty_like(scales)
-    of_nvfp4 = weight.format is NVFP4
-    table = scale_table(weight.device) if of_nvfp4 else None
+    table, name = None, "convert_layout_mxfp8"
+    if weight.format is NVFP4:
+        table, name = (scale_table if layout == TILED else linear_scale_table)(weight.device), "convert_layout"
     tensors = (None, codes, scales, table, None, qdata, scale, None, None)
-    kernel = "write_tiled" if of_nvfp4 else "write_tiled_mxfp8"
-    launch_per_block((kernel,), tensors, weight.shape, weight.format.block_size)
-    tiled: Any = weight
-    return replace(tiled, qdata=qdata, scale=scale, layout=TILED)
+    launch_per_block((nvrtc.instance(name, layout == TILED),), tensors, weight.shape, weight.format.block_size)
+    converted: Any = weight
+    return replace(converted, qdata=qdata, scale=scale, layout=layout)
 
 
 def launch_per_block(
@@ -446,7 +446,7 @@ def _for_rows(weight: WeightT, rows: int, config: GemmConfig | None = None) -> W
     """Return the weight in the layout of a given configuration, or else in the layout for so many rows."""
     if config is not None:
         return weight.to_layout(config.layout)
-    return to_tiled(weight) if _prefill_strategy(weight, rows) == prefill.RETILE_FIRST else _readable(weight)
+    return to_layout(weight, TILED) if _prefill_strategy(weight, rows) == prefill.RETILE_FIRST else _readable(weight)
 
 
 def _readable(weight: WeightT) -> WeightT:

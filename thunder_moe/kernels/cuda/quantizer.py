@@ -22,7 +22,7 @@ from thunder_moe.kernels.cuda.nvrtc import instance
 from thunder_moe.kernels.cuda.operands import aligned
 
 _COPY_BYTES = 2**28  # of a weight that is not contiguous, copied at a time
-to_tiled = backend.to_tiled
+to_layout = backend.to_layout
 
 
 def quantize(weight: Tensor, format: str = NVFP4.name, *, scale_search: str | None = None) -> PackedWeight:

@@ -1,13 +1,13 @@
-// 16-bit or float32 weights -> NVFP4 or MXFP8 codes and scales in layout "linear"; layout "linear" -> "tiled_64x64".
+// 16-bit or float32 weights -> NVFP4 or MXFP8 codes and scales in layout "linear"; layout "linear" -> "tiled_64x64", and back.
 // Compiled at run time for kernels/cuda/backend.py behind dequantize.cu; tests/emulator/cuda_emulator.h runs it on a CPU.
 // A thread rounds a block of 16 weights (MXFP8: 32). Byte for byte formats/nvfp4.py: the same float32 operations in the same order,
 // divisions rounded to nearest, nothing contracted to a fused multiply-add.
 
 struct QuantizeArguments {
   const void* weight;        // (E, N, K), contiguous; null where `codes` are laid out anew
-  const uint8_t* codes;      // (E, N, K / 2), linear; of MXFP8 (E, N, K)
-  const uint8_t* scales;     // (E, N, K / 16), linear, E4M3; of MXFP8 (E, N, K / 32), E8M0
-  const uint8_t* scale_map;  // (256,): the byte of "tiled_64x64" for each E4M3 byte; null for MXFP8
+  const uint8_t* codes;      // (E, N, K / 2), to lay out anew; of MXFP8 (E, N, K)
+  const uint8_t* scales;     // (E, N, K / 16), E4M3 where linear; of MXFP8 (E, N, K / 32), E8M0
+  const uint8_t* scale_map;  // (256,): the byte of "tiled_64x64" for each E4M3 byte, or the inverse; null for MXFP8
   uint32_t* amax;            // (E,): bits of the largest magnitude, 0 to begin with
   uint8_t* qdata;            // result
   uint8_t* scale;            // result
@@ -223,9 +223,12 @@ __global__ void __launch_bounds__(256) quantize(const QuantizeArguments args) {
   }
 }
 
-// A byte of two codes, the even k in the low nibble -> a register of "tiled_64x64" (`to_tiled` in formats/layouts.py).
+// A byte of two codes, the even k in the low nibble -> a register of "tiled_64x64" (`to_tiled` in formats/tiled_64x64.py).
 DEVICE uint32_t code_register(uint32_t byte) {
   return (byte & 7) << 6 | (byte & 8) << 12 | (byte & 0x70) << 18 | (byte & 0x80) << 24;
+}
+DEVICE uint32_t codes_of(uint32_t code_register) {
+  return (code_register >> 6 & 7) | (code_register >> 12 & 8) | (code_register >> 18 & 0x70) | (code_register >> 24 & 0x80);
 }
 
 // The byte of "tiled_64x64" that stands for an E4M3 byte. Bytes of 128 and more are not block scales; a table has them.
@@ -235,8 +238,13 @@ DEVICE uint32_t scale_byte(const QuantizeArguments& args, uint32_t scale) {
   return scale >= 8 ? scale + 112 : scale > 0 ? (float_to_bits(static_cast<float>(scale)) >> 20) - 920 : 0;
 }
 
-// Linear codes and scales into layout "tiled_64x64", a block of 64 x 64 weights at a time.
-__global__ void __launch_bounds__(256) write_tiled(const QuantizeArguments args) {
+// The upper one of the two rows of a block's word of scales.
+DEVICE int upper_row_of_scales(int word) { return word / 16 * 16 + word / 2 % 8; }
+
+// Codes and scales in layout "linear" -> "tiled_64x64", or back, a block of 64 x 64 weights at a time. Shared memory has the block
+// in the order of "linear".
+template <bool TO_TILED>
+__global__ void __launch_bounds__(256) convert_layout(const QuantizeArguments args) {
   await_previous_kernel();
   __shared__ uint4 codes[64][3];  // 32 bytes of a row, and 16 unused: rows begin in different banks
   __shared__ uint8_t scales[64][4];
@@ -247,30 +255,53 @@ __global__ void __launch_bounds__(256) write_tiled(const QuantizeArguments args)
   const int warp = thread / 64, lane = thread / 2 % 32, pair = thread % 2;
   for (int block = blockIdx.x % args.blocks_per_expert; block < blocks; block += args.blocks_per_expert) {
     const int64_t item = (expert * args.n + block / blocks_k * 64 + row) * (args.k / 16) + block % blocks_k * 4 + column;
-    const uint32_t scale = args.scales[item];
-    uint2 words = reinterpret_cast<const uint2*>(args.codes)[item];
-    if (scale == 0) words = make_uint2(0, 0);
-    reinterpret_cast<uint2*>(codes[row])[column] = words;
-    scales[row][column] = static_cast<uint8_t>(scale_byte(args, scale));
-    __syncthreads();
-    uint32_t registers[8];  // of an even step of 16 k, and of the odd one behind it
+    if constexpr (TO_TILED) {
+      const uint32_t scale = args.scales[item];
+      uint2 words = reinterpret_cast<const uint2*>(args.codes)[item];
+      if (scale == 0) words = make_uint2(0, 0);
+      reinterpret_cast<uint2*>(codes[row])[column] = words;
+      scales[row][column] = static_cast<uint8_t>(scale_byte(args, scale));
+    } else {
+      const uint2 words = reinterpret_cast<const uint2*>(args.codes)[(expert * blocks + block) * 256 + thread];
+      uint32_t registers[2][4];
+      unpack_words(registers[0], registers[1], words.x, words.y);
 #pragma unroll
-    for (int below = 0; below < 2; ++below) {
-      const uint4 bytes = codes[16 * warp + lane / 4 + 8 * below][pair];
-      const uint32_t steps[4] = {bytes.x, bytes.y, bytes.z, bytes.w};
+      for (int below = 0; below < 2; ++below) {
+        uint8_t* const bytes = reinterpret_cast<uint8_t*>(&codes[16 * warp + lane / 4 + 8 * below][pair]) + lane % 4;
 #pragma unroll
-      for (int i = 0; i < 4; ++i) registers[2 * i + below] = code_register(steps[i] >> (8 * (lane % 4)) & 0xFF);
+        for (int i = 0; i < 4; ++i) bytes[4 * i] = static_cast<uint8_t>(codes_of(registers[i / 2][i % 2 * 2 + below]));
+      }
+      if (thread < 64) {
+        const int upper = upper_row_of_scales(thread), step = 2 * pair;
+        const uint32_t bytes = rotate_left(reinterpret_cast<const uint32_t*>(args.scales)[(expert * blocks + block) * 64 + thread], 4);
+#pragma unroll
+        for (int i = 0; i < 4; ++i) scales[upper + i / 2 * 8][step + i % 2] = args.scale_map[bytes >> (8 * i) & 0xFF];
+      }
     }
-    const uint32_t shared = registers[3] >> 6 | rotate_left(registers[7], 20);
-    uint2 out;
-    out.x = registers[0] | registers[1] >> 4 | rotate_left(registers[2], 22) | (shared & kInFirst);
-    out.y = registers[4] | registers[5] >> 4 | rotate_left(registers[6], 22) | rotate_left(shared & ~kInFirst, 30);
-    reinterpret_cast<uint2*>(args.qdata)[(expert * blocks + block) * 256 + thread] = out;
-    if (thread < 64) {
-      const int upper = thread / 16 * 16 + thread / 2 % 8, step = thread % 2 * 2;
-      const uint32_t bytes = scales[upper][step] | scales[upper][step + 1] << 8 | scales[upper + 8][step] << 16 |
-                             static_cast<uint32_t>(scales[upper + 8][step + 1]) << 24;
-      reinterpret_cast<uint32_t*>(args.scale)[(expert * blocks + block) * 64 + thread] = rotate_left(bytes, 28);
+    __syncthreads();
+    if constexpr (TO_TILED) {
+      uint32_t registers[8];  // of an even step of 16 k, and of the odd one behind it
+#pragma unroll
+      for (int below = 0; below < 2; ++below) {
+        const uint4 bytes = codes[16 * warp + lane / 4 + 8 * below][pair];
+        const uint32_t steps[4] = {bytes.x, bytes.y, bytes.z, bytes.w};
+#pragma unroll
+        for (int i = 0; i < 4; ++i) registers[2 * i + below] = code_register(steps[i] >> (8 * (lane % 4)) & 0xFF);
+      }
+      const uint32_t shared = registers[3] >> 6 | rotate_left(registers[7], 20);
+      uint2 out;
+      out.x = registers[0] | registers[1] >> 4 | rotate_left(registers[2], 22) | (shared & kInFirst);
+      out.y = registers[4] | registers[5] >> 4 | rotate_left(registers[6], 22) | rotate_left(shared & ~kInFirst, 30);
+      reinterpret_cast<uint2*>(args.qdata)[(expert * blocks + block) * 256 + thread] = out;
+      if (thread < 64) {
+        const int upper = upper_row_of_scales(thread), step = 2 * pair;
+        const uint32_t bytes = scales[upper][step] | scales[upper][step + 1] << 8 | scales[upper + 8][step] << 16 |
+                               static_cast<uint32_t>(scales[upper + 8][step + 1]) << 24;
+        reinterpret_cast<uint32_t*>(args.scale)[(expert * blocks + block) * 64 + thread] = rotate_left(bytes, 28);
+      }
+    } else {
+      reinterpret_cast<uint2*>(args.qdata)[item] = reinterpret_cast<const uint2*>(codes[row])[column];
+      args.scale[item] = scales[row][column];
     }
     __syncthreads();
   }
@@ -320,6 +351,10 @@ __global__ void __launch_bounds__(256) quantize_mxfp8(const QuantizeArguments ar
 DEVICE uint32_t mxfp8_register(uint32_t codes) {
   return (codes & 0x7F) << 4 | (codes & 0x80) << 8 | (codes & 0x7F00) << 12 | (codes & 0x8000) << 16;
 }
+// The inverse; bits of the other register of a word are ignored.
+DEVICE uint16_t mxfp8_codes_of(uint32_t word) {
+  return static_cast<uint16_t>((word >> 4 & 0x7F) | (word >> 8 & 0x80) | (word >> 12 & 0x7F00) | (word >> 16 & 0x8000));
+}
 
 // The word of the registers of two rows: `_pack` of formats/mxfp8_tiled_64x64.py.
 DEVICE uint32_t mxfp8_word(uint32_t first, uint32_t second) {
@@ -333,8 +368,9 @@ DEVICE uint32_t mxfp8_word(uint32_t first, uint32_t second) {
   return word;
 }
 
-// Linear codes and scales into layout "tiled_64x64", a block of 64 x 64 weights at a time.
-__global__ void __launch_bounds__(256) write_tiled_mxfp8(const QuantizeArguments args) {
+// As `convert_layout`.
+template <bool TO_TILED>
+__global__ void __launch_bounds__(256) convert_layout_mxfp8(const QuantizeArguments args) {
   await_previous_kernel();
   __shared__ uint4 codes[64][5];  // 64 bytes of a row, and 16 unused: rows begin in different banks
   __shared__ uint16_t scales[64];
@@ -343,22 +379,48 @@ __global__ void __launch_bounds__(256) write_tiled_mxfp8(const QuantizeArguments
   const int warp = thread / 64, half = thread / 32 % 2, g = thread / 4 % 8, t = thread % 4;
   for (int block = blockIdx.x % args.blocks_per_expert; block < blocks; block += args.blocks_per_expert) {
     const int64_t row = expert * args.n + block / blocks_k * 64, column = block % blocks_k;
-    codes[thread / 4][thread % 4] = reinterpret_cast<const uint4*>(args.codes)[(row + thread / 4) * (args.k / 16) + 4 * column + thread % 4];
-    if (thread < 64) scales[thread] = reinterpret_cast<const uint16_t*>(args.scales)[(row + thread) * (args.k / 64) + column];
+    uint16_t* const upper = reinterpret_cast<uint16_t*>(codes[16 * warp + g]) + 16 * half + t;
+    uint16_t* const lower = reinterpret_cast<uint16_t*>(codes[16 * warp + g + 8]) + 16 * half + t;
+    if constexpr (TO_TILED) {
+      codes[thread / 4][thread % 4] = reinterpret_cast<const uint4*>(args.codes)[(row + thread / 4) * (args.k / 16) + 4 * column + thread % 4];
+      if (thread < 64) scales[thread] = reinterpret_cast<const uint16_t*>(args.scales)[(row + thread) * (args.k / 64) + column];
+    } else {
+      const uint4 tiled = reinterpret_cast<const uint4*>(args.codes)[(expert * blocks + block) * 256 + thread];
+      const uint32_t words[4] = {tiled.x, tiled.y, tiled.z, tiled.w};
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        upper[4 * i] = mxfp8_codes_of(words[i]);
+        lower[4 * i] = mxfp8_codes_of(words[i] << 4 ^ words[i] >> 4);
+      }
+      if (thread < 32) {
+        const int above = thread / 8 * 16 + thread % 8;
+        const uint32_t bytes = rotate_left(reinterpret_cast<const uint32_t*>(args.scales)[(expert * blocks + block) * 32 + thread], 25);
+        uint32_t pairs[2] = {0, 0};
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          const uint32_t exponent = bytes >> (8 * i) & 0xFF;
+          pairs[i / 2] |= (exponent == 255 ? 255 : exponent - 88 & 0xFF) << (8 * (i % 2));
+        }
+        scales[above] = static_cast<uint16_t>(pairs[0]), scales[above + 8] = static_cast<uint16_t>(pairs[1]);
+      }
+    }
     __syncthreads();
-    uint32_t words[4];
-    const uint16_t* const upper = reinterpret_cast<const uint16_t*>(codes[16 * warp + g]) + 16 * half + t;
-    const uint16_t* const lower = reinterpret_cast<const uint16_t*>(codes[16 * warp + g + 8]) + 16 * half + t;
+    if constexpr (TO_TILED) {
+      uint32_t words[4];
 #pragma unroll
-    for (int i = 0; i < 4; ++i) words[i] = mxfp8_word(mxfp8_register(upper[4 * i]), mxfp8_register(lower[4 * i]));
-    reinterpret_cast<uint4*>(args.qdata)[(expert * blocks + block) * 256 + thread] = make_uint4(words[0], words[1], words[2], words[3]);
-    if (thread < 32) {
-      const int above = thread / 8 * 16 + thread % 8;
-      const uint32_t pairs[2] = {scales[above], scales[above + 8]};
-      uint32_t bytes = 0;
+      for (int i = 0; i < 4; ++i) words[i] = mxfp8_word(mxfp8_register(upper[4 * i]), mxfp8_register(lower[4 * i]));
+      reinterpret_cast<uint4*>(args.qdata)[(expert * blocks + block) * 256 + thread] = make_uint4(words[0], words[1], words[2], words[3]);
+      if (thread < 32) {
+        const int above = thread / 8 * 16 + thread % 8;
+        const uint32_t pairs[2] = {scales[above], scales[above + 8]};
+        uint32_t bytes = 0;
 #pragma unroll
-      for (int i = 0; i < 4; ++i) bytes |= min((pairs[i / 2] >> (8 * (i % 2)) & 0xFF) + 88, 255u) << (8 * i);
-      reinterpret_cast<uint32_t*>(args.scale)[(expert * blocks + block) * 32 + thread] = rotate_left(bytes, 7);
+        for (int i = 0; i < 4; ++i) bytes |= min((pairs[i / 2] >> (8 * (i % 2)) & 0xFF) + 88, 255u) << (8 * i);
+        reinterpret_cast<uint32_t*>(args.scale)[(expert * blocks + block) * 32 + thread] = rotate_left(bytes, 7);
+      }
+    } else {
+      reinterpret_cast<uint4*>(args.qdata)[(row + thread / 4) * (args.k / 16) + 4 * column + thread % 4] = codes[thread / 4][thread % 4];
+      if (thread < 64) reinterpret_cast<uint16_t*>(args.scale)[(row + thread) * (args.k / 64) + column] = scales[thread];
     }
     __syncthreads();
   }
