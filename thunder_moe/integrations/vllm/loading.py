@@ -18,6 +18,7 @@ from thunder_moe.formats.mxfp8 import E8M0_NAN, MAX_SCALE
 
 # Marks the beginning of unloaded rows of 4-bit codes, which have no NaN. Loaded rows have it with probability 2**-64.
 _NO_CODES = 0x5A3C96E1D70B482F
+_CHECKED = 2**26  # values that are checked together; each takes a byte of memory or two
 _NO_CHECKPOINTS = ("sharded_state", "runai_streamer_sharded")
 
 
@@ -57,10 +58,8 @@ def require_loaded(layer: Any, layer_name: str, what: str, *names: str) -> None:
             return
     for name in names:
         data = getattr(layer, name).data
-        if data.ndim > 2:  # experts, one at a time to save memory
-            wrong = torch.stack([_is_invalid(name, expert).any() for expert in data])
-        else:
-            wrong = _is_invalid(name, data).view(data.shape[0], -1).any(1)
+        step = max(1, _CHECKED * len(data) // data.numel())
+        wrong = torch.cat([_is_invalid(name, part).view(len(part), -1).any(1) for part in data.split(step)])
         if bool(wrong.any()):
             which = wrong.nonzero().flatten().tolist()
             listed = f"{which[:8]} and {len(which) - 8} more" if len(which) > 8 else str(which)
