@@ -3,6 +3,7 @@ Called by pytest; calls thunder_moe.refresh_, and quantize_ of the trained model
 """
 
 import copy
+import weakref
 
 import pytest
 import torch
@@ -122,17 +123,85 @@ def test_layers_by_their_numbers(names, layers):
     assert [numbered_layers(names).get(name) for name in names] == layers
 
 
-def test_one_layer_at_a_time_is_copied(monkeypatch):
-    """Also of a model in a Sequential, and only the tensors that nothing replaces."""
+@pytest.mark.parametrize("dtype", [BF16, torch.float32], ids=["shared", "cast"])
+def test_one_layer_at_a_time_has_memory(monkeypatch, dtype):
+    """Also of a model in a Sequential. Weights that need no cast are not copied at all, and none is changed."""
     base = nn.Sequential(nn.ModuleDict({"layers": nn.ModuleList([llama4_moe(), llama4_moe()])}))
-    trainer, taken = trained(base), []
-    model = quantize_(base)
-    monkeypatch.setattr(refresh, "deepcopy", lambda unit, memo: taken.append((unit, memo)) or copy.deepcopy(unit, memo))
-    refresh_(model, trainer.state_dict())
+    trainer = trained(base)
+    weights = {name: tensor.to(dtype) for name, tensor in trainer.state_dict().items()}
+    before, model, taken, seen = copy.deepcopy(weights), quantize_(base), [], []
+    refresh_layer, load = refresh._refresh_layer, refresh._load
+
+    def watch_layer(layer, *args):
+        assert all(block.copy.down_proj.weight.is_meta for block in layer.blocks)
+        assert all(each() is None for each in taken)  # of the layers before
+        taken.extend(weakref.ref(block.copy) for block in layer.blocks)
+        refresh_layer(layer, *args)
+
+    def watch_load(block):
+        load(block)
+        given = weights[f"{block.names[0]}.down_proj.weight"]
+        seen.append(block.copy.down_proj.weight.data_ptr() == given.data_ptr())
+
+    monkeypatch.setattr(refresh, "_refresh_layer", watch_layer)
+    monkeypatch.setattr(refresh, "_load", watch_load)
+    refresh_(model, weights)
     require_same(model, quantize_(trainer))
-    assert [unit for unit, _ in taken] == [*base[0]["layers"]] * 2
-    packed = base[0]["layers"][0].routed_experts.down_proj.qdata
-    assert all(memo[id(packed)].is_meta for _, memo in taken[::2])
+    assert seen == [dtype == BF16] * 2
+    assert all(torch.equal(weights[name], tensor) for name, tensor in before.items())
+
+
+class Transposing(nn.Module):
+    """A module whose checkpoints have its weight transposed, by its own load or by a hook."""
+
+    def __init__(self, by_hook=False, **children):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(8, 8, dtype=BF16))
+        self._modules.update(children)
+        if by_hook:
+            self.register_load_state_dict_pre_hook(lambda module, state, prefix, *args: module.transpose(state, prefix))
+
+    def transpose(self, state, prefix):
+        state[f"{prefix}weight"] = state[f"{prefix}weight"].T
+
+
+class TransposingByItself(Transposing):
+    def _load_from_state_dict(self, state, prefix, *args):
+        super()._load_from_state_dict(dict(state) | {f"{prefix}weight": state[f"{prefix}weight"].T}, prefix, *args)
+
+
+@pytest.mark.parametrize("make", [TransposingByItself, lambda **children: Transposing(True, **children)])
+def test_modules_that_change_what_they_load(make):
+    weight = torch.randn(8, 8, dtype=BF16)
+    base = nn.Sequential(nn.ModuleDict({"moe": llama4_moe(), "own": make()}), make())
+    state, model = trained(base).state_dict(), quantize_(base)
+    refresh_(model, state | {"0.own.weight": weight, "1.weight": weight})
+    assert torch.equal(model[0]["own"].weight, weight.T)
+    assert torch.equal(model[1].weight, weight.T)
+    around = quantize_(nn.ModuleDict({"layers": nn.ModuleList([make(moe=llama4_moe())])}))
+    with pytest.raises(ValueError, match=r"model: layers\.0 holds quantized modules and changes what they load"):
+        refresh_(around, {})
+
+
+@pytest.mark.parametrize("prefix", ["", "attention."])
+def test_dense_layers_that_share_a_scale_outside_of_numbered_layers(prefix):
+    linears = nn.ModuleDict({name: nn.Linear(64, 64, dtype=BF16) for name in ("q_a_proj", "kv_a_proj_with_mqa")})
+    base = linears if not prefix else nn.ModuleDict({"attention": linears})
+    trainer = trained(base)
+    with torch.no_grad():
+        trainer.get_parameter(f"{prefix}q_a_proj.weight").mul_(3)
+    model, judge = (quantize_(each, linears="*") for each in (base, copy.deepcopy(trainer)))
+    require_same(refresh_(model, trainer.state_dict()), judge)
+
+
+def test_a_model_without_data():
+    weights = llama4_moe().state_dict()
+    with pytest.raises(ValueError, match="model: routed_experts is on the meta device or offloaded"):
+        refresh_(quantize_(llama4_moe()).to("meta"), weights)
+    model = quantize_(llama4_moe())
+    model.router.to("meta")
+    with pytest.raises(ValueError, match=r"model: router\.weight is on the meta device or offloaded"):
+        refresh_(model, weights)
 
 
 def test_a_compiled_graph_reads_the_new_weights():
@@ -196,17 +265,17 @@ def test_tied_experts_and_heads_stay_tied():
         (
             lambda weights: weights["1.router.weight"].resize_(1),
             RuntimeError,
-            r"(?s)weights: 1: .*size mismatch for router.weight",
+            r"weights: 1.router.weight: got shape \(1,\), wanted",
         ),
         (lambda weights: weights.pop(EXPERTS), ValueError, f"missing {EXPERTS}; unknown none"),
         (lambda weights: weights.update(other=weights.pop(EXPERTS)), ValueError, f"missing {EXPERTS}; unknown other"),
         (
             lambda weights: weights.update({EXPERTS: weights[EXPERTS][:1]}),
             RuntimeError,
-            r"(?s)weights: 2: .*gate_proj.weight",
+            r"(?s)weights: 2.routed_experts: .*gate_proj.weight",
         ),
         (lambda weights: weights.update({EXPERTS: None}), TypeError, f"{EXPERTS}: got NoneType, wanted a tensor"),
-        (lambda weights: weights[EXPERTS].fill_(torch.nan), ValueError, r"2: .*NaN"),
+        (lambda weights: weights[EXPERTS].fill_(torch.nan), ValueError, r"weights: 2.routed_experts: .*NaN"),
     ],
     ids=[
         "missing",
@@ -256,7 +325,7 @@ def test_bad_models_and_options():
             refresh_(mxfp8, model.state_dict(), scale_search=scale_search)
     hooked = nn.Sequential(quantize_(llama4_moe()))
     hooked[0].routed_experts.register_forward_hook(lambda *args: None)
-    with pytest.raises(ValueError, match="0: model: nothing in Module can be replaced; .* hooks"):
+    with pytest.raises(ValueError, match="model: 0.routed_experts .* cannot take weights: it has forward hooks"):
         refresh_(hooked, {f"0.{key}": tensor for key, tensor in model.state_dict().items()})
 
 

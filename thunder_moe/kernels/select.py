@@ -185,17 +185,26 @@ def quantize_to(format: str, weight: Tensor, *, scale_search: str | None = None)
     return kernels.quantize(weight, known.name, scale_search=scale_search)
 
 
+def quantize_unchecked(format: str, weight: Tensor, scale_search: str | None = None) -> tuple[Any, Tensor]:
+    """Run `quantize_unchecked` of a number format's module likewise. On CUDA nothing synchronises.
+
+    Returns:
+        The packed weight, and the largest magnitude of each expert, float32 (E,), for `check_amax` of that module.
+    """
+    known = find_format(format)
+    kernels = _cuda_quantizer(weight.device, known.name)
+    if kernels is None:
+        return known.quantize_unchecked(weight, scale_search)
+    return kernels.quantize_unchecked(weight, known.name, scale_search)
+
+
 def fake_quantize(weight: Tensor, scale_search: str | None = None, format: str = NVFP4.name) -> Tensor:
     """Round a weight (E, N, K) to a number format: `quantize`, then `dequantize` to its dtype.
 
     Experts with NaN or Inf become NaN. The result is contiguous. On CUDA nothing synchronises.
     """
     known = find_format(format)
-    kernels = _cuda_quantizer(weight.device, format)
-    if kernels is None:
-        packed, amax = known.quantize_unchecked(weight, scale_search)
-    else:
-        packed, amax = kernels.quantize_unchecked(weight, format, scale_search)
+    packed, amax = quantize_unchecked(format, weight, scale_search)
     finite = torch.isfinite(amax)
     if format == NVFP4.name:
         packed = NVFP4Weight.unchecked(
@@ -204,7 +213,7 @@ def fake_quantize(weight: Tensor, scale_search: str | None = None, format: str =
     else:
         scale = torch.where(finite[:, None, None], packed.scale.view(torch.uint8), E8M0_NAN)
         packed = MXFP8Weight.unchecked(packed.qdata, scale.view(packed.scale.dtype), LINEAR)
-    if kernels is None or weight.dtype == torch.float32 or format != NVFP4.name:
+    if weight.dtype == torch.float32 or format != NVFP4.name or not runs_on_cuda(weight.device):
         return known.dequantize(packed, weight.dtype)
     return importlib.import_module("thunder_moe.kernels.cuda.backend").dequantize(packed, weight.dtype)
 

@@ -90,7 +90,7 @@ class GroupedLinear(AdaptableLinear):
     def reset_parameters(self) -> None:
         bound = self.in_features**-0.5
         for parameter in (self.weight, self.bias):
-            if parameter is not None:
+            if parameter is not None and not parameter.is_meta:  # torch would take 0.2 ms for nothing
                 nn.init.uniform_(parameter, -bound, bound)
 
     @property
