@@ -219,7 +219,7 @@ class _Column:
         return self.llm.generate([{"prompt_token_ids": ids} for ids in prompts], parameters, use_tqdm=False)
 
 
-def _attention(model: torch.nn.Module) -> set[str]:
+def _attention(model: Any) -> set[str]:
     return {module.attn_backend.get_name() for module in model.modules() if hasattr(module, "attn_backend")}
 
 
