@@ -7,8 +7,8 @@ and at each reload, and vLLM copies the results of a reload into the parameters 
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial, wraps
 from typing import Any
 
 import torch
@@ -51,8 +51,11 @@ class ThunderOnlineMoEMethod(ThunderMethod, OnlineMoEMethodBase):  # type: ignor
         decide("experts", NVFP4.name, None)
 
     def create_weights(self, layer: Any, **options: Any) -> None:
-        """Register vLLM's 16-bit parameters, on meta until a layer is loaded."""
+        """Register vLLM's 16-bit parameters, on meta until a layer is loaded. All experts of a projection in one tensor
+        are loaded by one call: vLLM calls its loader for each expert."""
+        options["weight_loader"] = _of_whole_parameters(options["weight_loader"])
         OnlineMoEMethodBase.create_weights(self, layer, **options)
+        layer.load_weights = partial(_load_weights, layer)
 
     def process_weights_after_loading(self, layer: Any) -> None:
         """Quantizes a layer; vLLM calls it when the layer is loaded, and again after the first load of all."""
@@ -71,6 +74,34 @@ class ThunderOnlineMoEMethod(ThunderMethod, OnlineMoEMethodBase):  # type: ignor
             replace_parameter(layer, f"{name}_weight_scale", packed.scale)
             scales[name] = packed.global_scale
         return scales
+
+
+def _of_whole_parameters(loader: Callable[..., Any]) -> Callable[..., Any]:
+    """Return vLLM's loader of an expert's weight, which loads a tensor of a whole parameter's shape, too."""
+
+    @wraps(loader)
+    def load(param: Tensor, loaded_weight: Tensor, *args: Any, **options: Any) -> Any:
+        if loaded_weight.shape != param.shape:
+            return loader(param, loaded_weight, *args, **options)
+        param.data.copy_(loaded_weight)
+        return True
+
+    return load
+
+
+def _load_weights(layer: Any, weights: Iterable[tuple[str, Tensor]]) -> Iterator[str]:
+    """Load what `RoutedExperts.load_weights` loads, and return the same names.
+
+    A tensor (E, N, K) of a projection has the parameter's shape if this rank has all of it, without padding."""
+    fused = {source.partition(".")[2]: own for own, source, *_ in layer.get_expert_mapping(include_fused=True)}
+    for name, tensor in weights:
+        own = fused.get(name, "").removeprefix("experts.")
+        parameter = getattr(layer, own, None) if own else None
+        if parameter is None or parameter.shape != tensor.shape or layer.is_fused_checkpoint_transposed:
+            yield from type(layer).load_weights(layer, ((name, tensor),))
+        else:
+            parameter.weight_loader(parameter, tensor, own, "all", expert_id=0)
+            yield own
 
 
 def quantize_part(weight: Tensor, largest: Callable[[Tensor], Tensor] | None = None) -> NVFP4Weight:
