@@ -2,8 +2,9 @@
 that `quantize_` replaced, which a trainer hands over.
 Called by users; calls weight_cache for the copies; families to quantize copies of modules, a layer at a time.
 
-Pipeline of a trainer's weights: the quantized modules of each layer, "blocks" -> their copies in 16 bits, on "meta" ->
-checks of all names and shapes -> layer by layer: load the copies, quantize, check for NaN, copy into the model.
+A trainer's weights: the quantized modules of each layer are its "blocks". Each gets a copy in 16 bits on "meta", by
+which all names and shapes are checked. Then, layer by layer, the copies load the weights and are quantized; the results
+are checked for NaN and copied into the model.
 """
 
 from __future__ import annotations
@@ -181,7 +182,7 @@ def _family_of(module: nn.Module, families: list[ExpertFamily]) -> ExpertFamily 
 
 
 def _has_own_load(module: nn.Module) -> bool:
-    """True if the weights of a module are not simply those of its names."""
+    """Return True if a module does more on loading than to copy the tensors of its names."""
     plain = type(module)._load_from_state_dict is nn.Module._load_from_state_dict
     return bool(module._load_state_dict_pre_hooks or module._load_state_dict_post_hooks) or not plain
 
