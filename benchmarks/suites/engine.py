@@ -142,14 +142,15 @@ def _arguments(argv: Sequence[str]) -> argparse.Namespace:
     )
     result.add_argument("--linears", action="store_true", help="4-bit (or MXFP8) attention, too")
     result.add_argument("--attention", help="vLLM's --attention-backend (default: its choice)")
-    gpus = [str(index) for index in range(torch.cuda.device_count())]
-    result.add_argument("--gpus", type=comma_list(one_of(gpus)), help="of each column, 0 with the check (default: 0)")
+    result.add_argument("--gpus", type=comma_list(str), help="the GPU of each column (default: 0; the check runs on 0)")
     result.set_defaults(rounds=7)
     args = result.parse_args(argv)
     if OURS not in args.columns:
         result.error(f"argument --columns: wanted {OURS} among them")
-    if args.gpus and len(args.gpus) != len(args.columns):
-        result.error(f"argument --gpus: got {len(args.gpus)} for {len(args.columns)} columns, wanted one for each")
+    known = [str(index) for index in range(torch.cuda.device_count())]
+    if args.gpus and (len(args.gpus) != len(args.columns) or not {*args.gpus} <= {*known}):
+        wanted = f"one of {', '.join(known) or 'none'} for each of the {len(args.columns)} columns"
+        result.error(f"argument --gpus: got {','.join(args.gpus)}, wanted {wanted}")
     return args
 
 

@@ -22,7 +22,7 @@ from benchmarks.harness import layers, models
 from benchmarks.harness.report import writable_file
 from benchmarks.harness.shapes import SHAPES
 from benchmarks.harness.timing import describe, machine_name
-from benchmarks.suites import generate, linear, load, router, training
+from benchmarks.suites import engine, generate, linear, load, router, training
 from thunder_moe.kernels import dense, reference, training_reference
 from thunder_moe.kernels.specs import Target
 
@@ -349,6 +349,17 @@ def test_limits_that_a_suite_does_not_keep_are_refused(capsys, command):
         with pytest.raises(SystemExit):
             main([command, limit, "1"])
         assert f"unrecognized arguments: {limit} 1" in capsys.readouterr().err
+
+
+def test_each_column_of_an_engine_gets_its_gpu(monkeypatch, capsys):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    args = engine._arguments(["--device", "cpu", "--gpus", "0,0,1,1,0"])
+    assert [options["gpu"] for options in engine._options(args)] == ["0", "0", "1", "1", "0"]
+    assert {options["gpu"] for options in engine._options(engine._arguments(["--device", "cpu"]))} == {None}
+    for gpus in ("0,1", "0,0,0,0,2"):
+        with pytest.raises(SystemExit):
+            main(["engine", "--gpus", gpus])
+        assert f"got {gpus}, wanted one of 0, 1 for each of the 5 columns" in capsys.readouterr().err
 
 
 @thunder
