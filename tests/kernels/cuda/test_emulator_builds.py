@@ -16,7 +16,7 @@ def compiled(tmp_path, monkeypatch):
     calls, compile_program = [], build._compile
     monkeypatch.setattr(build, "_compile", lambda *arguments: calls.append(arguments) or compile_program(*arguments))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    cached = (build.library, build._precompiled_header, build._folder, build._environment)
+    cached = (build.library, build._emulator, build._folder, build._environment)
     for function in cached:
         function.cache_clear()
     yield calls
@@ -26,13 +26,13 @@ def compiled(tmp_path, monkeypatch):
 
 def test_a_build_is_found_again_by_other_processes(compiled, tmp_path):
     build.library(*KERNEL)
-    assert len(compiled) == 2  # the header, the kernel
-    for function in (build.library, build._precompiled_header):
+    assert len(compiled) == 3  # the header, the source, the kernel
+    for function in (build.library, build._emulator):
         function.cache_clear()
     build.library(*KERNEL)
-    assert len(compiled) == 2
+    assert len(compiled) == 3
     found = sorted(path.suffix for path in (tmp_path / "thunder_moe" / "emulator").iterdir())
-    assert found == [".header", ".so"]  # nothing else is left behind
+    assert found == [".emulator", ".so"]  # nothing else is left behind
 
 
 def test_another_compiler_or_source_is_another_build(compiled, monkeypatch):
