@@ -181,7 +181,7 @@ void launch(int grid, int threads, void (*kernel)(const void*), const void* argu
       live = 0;
       const int count = static_cast<int>(fibers.size());
       for (int turn = 0; turn < count; ++turn) {
-        // 29 is no divisor of a number of threads, so that every thread has its turn.
+        // 29 does not divide any number of threads, so every thread has its turn.
         const int any = static_cast<int>((turn * 29LL + turns * 31LL) % count);
         const int fiber = adversary.order == 1 ? count - 1 - turn : adversary.order == 2 ? any : turn;
         if (fibers[fiber].done) continue;

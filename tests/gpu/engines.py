@@ -42,7 +42,7 @@ def in_16_bits(path: Path, seed: int) -> Path:
 
 
 def _model(seed: int, gpt_oss: bool) -> Any:
-    """3 layers with 16 experts, 8 of which run for each token, of Qwen3-MoE or GPT-OSS.
+    """Make 3 layers of Qwen3-MoE or GPT-OSS. They have 16 experts, and 8 run for each token.
 
     Where the router's last choices are nearly equal bf16 may take another expert than fp32. The last of 8 has so small
     a weight, with a router of doubled weights, that this changes no number beyond the tolerance.

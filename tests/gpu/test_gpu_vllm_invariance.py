@@ -18,8 +18,8 @@ OTHERS = 63
 
 @pytest.mark.parametrize("format", ["nvfp4", "mxfp8"])
 def test_a_request_alone_and_among_others(format, tmp_path):
-    """The same tokens and the same bits of their log probabilities. The engine has a process of its own, since vLLM
-    replaces torch's operators in it."""
+    """Compare tokens and the bits of their log probabilities. The engine runs in another process, because vLLM replaces
+    torch's operators there."""
     if not torch.cuda.is_available():
         pytest.skip("needs a CUDA device")
     path = written(tmp_path / "model", 0, format, linears=True)

@@ -2,8 +2,8 @@
 that `quantize_` replaced, which a trainer hands over.
 Called by users; calls weight_cache for the copies; families to quantize copies of modules, a layer at a time.
 
-A trainer's weights: the quantized modules of each layer are its "blocks". Each gets a copy in 16 bits on "meta", by
-which all names and shapes are checked. Then, layer by layer, the copies load the weights and are quantized; the results
+A trainer's weights: the quantized modules of each layer are its "blocks". Each gets a copy in 16 bits on "meta". All
+names and shapes are checked with these copies. Then each layer's copies load the weights and are quantized. The results
 are checked for NaN and copied into the model.
 """
 
