@@ -106,9 +106,8 @@ def test_other_weights_are_quantized_into_the_same_memory(tmp_path):
         assert same(packed(llm), of_quantize_(quantized))
         assert their_tokens(llm) == generated(quantized)
         for path, expected in ((other, other_quantized), (first, quantized), (whole, other_quantized)):
-            with pytest.MonkeyPatch.context() as patch:
-                if path is whole:  # no call for each expert
-                    patch.delattr(RoutedExperts, "load_weights")
+            with pytest.MonkeyPatch.context() as patch:  # no call for each expert
+                patch.delattr(RoutedExperts, "_load_model_weight_or_group_weight_scale")
                 reload(llm, path)
             assert places(llm) == before
             assert same(packed(llm), of_quantize_(expected))
@@ -116,10 +115,24 @@ def test_other_weights_are_quantized_into_the_same_memory(tmp_path):
         sleep_and_wake_up(llm, made)
         assert their_tokens(llm) == generated(other_quantized)
 
+        trained = load_file(first / "model.safetensors")
+        pieces = [*reversed(trained.items())]  # of one expert after the other, a layer's in two calls
+        pieces = pieces[::2] + pieces[1::2]
+        llm.collective_rpc("reload_weights", kwargs=dict(weights_iterator=iter(pieces)))
+        llm.reset_prefix_cache()
+        assert places(llm) == before
+        assert same(packed(llm), of_quantize_(quantized))
+        assert their_tokens(llm) == generated(quantized)
+
         name = "model.layers.1.mlp.experts.3.down_proj.weight"
         change(first, lambda tensors: tensors | {name: torch.full_like(tensors[name], torch.nan)})
         with pytest.raises(ValueError, match=r"w2_weight: NaN or missing in the checkpoint for experts \[3\]"):
             reload(llm, first)
+
+        name = "model.layers.1.mlp.experts.3.up_proj.weight"
+        twice = [(key, tensor) for key, tensor in trained.items() for _ in range(1 + (key == name))]
+        with pytest.raises(ValueError, match=r"3.up_proj.weight of '.*layers.1.mlp.experts.*': got two tensors"):
+            llm.collective_rpc("reload_weights", kwargs=dict(weights_iterator=iter(twice)))
 
 
 def test_a_part_of_a_layer(tmp_path):

@@ -51,9 +51,9 @@ class ThunderOnlineMoEMethod(ThunderMethod, OnlineMoEMethodBase):  # type: ignor
         decide("experts", NVFP4.name, None)
 
     def create_weights(self, layer: Any, **options: Any) -> None:
-        """Register vLLM's 16-bit parameters, on meta until a layer is loaded. All experts of a projection in one tensor
-        are loaded by one call: vLLM calls its loader for each expert."""
-        options["weight_loader"] = _of_whole_parameters(options["weight_loader"])
+        """Register vLLM's 16-bit parameters, on meta until a layer is loaded. All experts of a projection are loaded by
+        one call: vLLM calls its loader for each expert."""
+        options["weight_loader"] = _of_all_experts(options["weight_loader"])
         OnlineMoEMethodBase.create_weights(self, layer, **options)
         layer.load_weights = partial(_load_weights, layer)
 
@@ -76,14 +76,25 @@ class ThunderOnlineMoEMethod(ThunderMethod, OnlineMoEMethodBase):  # type: ignor
         return scales
 
 
-def _of_whole_parameters(loader: Callable[..., Any]) -> Callable[..., Any]:
-    """Return vLLM's loader of an expert's weight, which loads a tensor of a whole parameter's shape, too."""
+def _of_all_experts(loader: Callable[..., Any]) -> Callable[..., Any]:
+    """Return vLLM's loader of an expert's weight, which also loads a projection of all experts of this rank: a tensor
+    of the parameter's shape, or a list of each expert's tensor."""
 
     @wraps(loader)
-    def load(param: Tensor, loaded_weight: Tensor, *args: Any, **options: Any) -> Any:
-        if loaded_weight.shape != param.shape:
-            return loader(param, loaded_weight, *args, **options)
-        param.data.copy_(loaded_weight)
+    def load(param: Tensor, loaded_weight: Any, weight_name: str, shard_id: str, *args: Any, **options: Any) -> Any:
+        experts = param.data
+        if isinstance(loaded_weight, list):
+            rows = loaded_weight[0].shape[0]
+            experts = experts[:, -rows:] if shard_id == "w3" else experts[:, :rows]
+            if experts.is_meta:
+                experts.copy_(experts)  # vLLM counts the values that copy_ writes
+            else:
+                for expert, tensor in zip(experts, loaded_weight, strict=True):
+                    expert.copy_(tensor)
+        elif loaded_weight.shape == experts.shape:
+            experts.copy_(loaded_weight)
+        else:
+            return loader(param, loaded_weight, weight_name, shard_id, *args, **options)
         return True
 
     return load
@@ -92,16 +103,53 @@ def _of_whole_parameters(loader: Callable[..., Any]) -> Callable[..., Any]:
 def _load_weights(layer: Any, weights: Iterable[tuple[str, Tensor]]) -> Iterator[str]:
     """Load what `RoutedExperts.load_weights` loads, and return the same names.
 
-    A tensor (E, N, K) of a projection has the parameter's shape if this rank has all of it, without padding."""
-    fused = {source.partition(".")[2]: own for own, source, *_ in layer.get_expert_mapping(include_fused=True)}
+    A projection is loaded by one call if this rank has whole weights of its experts, without padding, and all of them
+    come together: in one tensor (E, N, K), or in one tensor per expert. vLLM loads the rest.
+
+    Raises:
+        ValueError: an expert's tensor comes twice.
+    """
+    loaded: list[str] = []
+    yield from type(layer).load_weights(layer, _load_projections(layer, weights, loaded))
+    yield from loaded
+
+
+def _load_projections(
+    layer: Any, weights: Iterable[tuple[str, Tensor]], loaded: list[str]
+) -> Iterator[tuple[str, Tensor]]:
+    """Load projections that have come whole, add their parameters' names to `loaded`, and return the other tensors."""
+    known: dict[str, tuple[str, int, str]] = {}
+    for own, source, expert, shard in layer.get_expert_mapping(include_fused=True):
+        end = "weight" if own.endswith("_") else ""  # of a tensor of one expert
+        known[f"{source}{end}".partition(".")[2]] = f"{own}{end}".partition(".")[2], expert, shard
+    arrived: dict[tuple[str, str], dict[int, tuple[str, Tensor]]] = {}
+    done = set()
     for name, tensor in weights:
-        own = fused.get(name, "").removeprefix("experts.")
+        own, expert, shard = known.get(name, ("", 0, ""))
         parameter = getattr(layer, own, None) if own else None
-        if parameter is None or parameter.shape != tensor.shape or layer.is_fused_checkpoint_transposed:
-            yield from type(layer).load_weights(layer, ((name, tensor),))
-        else:
-            parameter.weight_loader(parameter, tensor, own, "all", expert_id=0)
-            yield own
+        if parameter is None:
+            yield name, tensor
+            continue
+        count, rows, columns = parameter.shape
+        halves = 2 if own == "w13_weight" and layer.moe_config.is_act_and_mul else 1
+        if tensor.shape == parameter.shape and not layer.is_fused_checkpoint_transposed:
+            parameter.weight_loader(parameter, tensor, own, shard, expert_id=0)
+            loaded.append(own)
+        elif tensor.shape != (rows // halves, columns):
+            yield name, tensor
+        elif (index := layer._map_global_expert_id_to_local_expert_id(expert)) >= 0:
+            experts = arrived.setdefault((own, shard), {})
+            if index in experts or (own, shard) in done:
+                raise ValueError(f"{name} of {layer.layer_name!r}: got two tensors, wanted one")
+            experts[index] = name, tensor
+            if len(experts) == count:
+                whole = [experts[index][1] for index in range(count)]
+                parameter.weight_loader(parameter, whole, own, shard, expert_id=0)
+                loaded.append(own)
+                done.add((own, shard))
+                experts.clear()
+    for experts in arrived.values():
+        yield from experts.values()
 
 
 def quantize_part(weight: Tensor, largest: Callable[[Tensor], Tensor] | None = None) -> NVFP4Weight:
