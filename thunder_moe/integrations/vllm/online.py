@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial, wraps
+from itertools import chain
 from typing import Any
 
 import torch
@@ -110,7 +111,9 @@ def _load_weights(layer: Any, weights: Iterable[tuple[str, Tensor]]) -> Iterator
         ValueError: an expert's tensor comes twice.
     """
     loaded: list[str] = []
-    yield from type(layer).load_weights(layer, _load_projections(layer, weights, loaded))
+    rest = _load_projections(layer, weights, loaded)
+    for first in rest:  # vLLM's call indexes the names of all experts
+        yield from type(layer).load_weights(layer, chain((first,), rest))
     yield from loaded
 
 
