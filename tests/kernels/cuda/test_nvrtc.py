@@ -221,9 +221,12 @@ AGAIN = {(9, 0): FIRST[8, 0], (12, 0): [*FIRST[8, 0], ATTENTION], (10, 0): [*FIR
 
 
 @pytest.fixture
-def kept(monkeypatch):
-    """Machine code is cached apart from the user's, for the next run of the tests."""
+def kept(monkeypatch, request):
+    """Machine code is cached apart from the user's, for the next run of the tests. It is optimized where no tests are
+    left out, as it is for users."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(code_cache.folder() / "tests"))
+    if "not exhaustive" in request.config.option.markexpr or "not slow" in request.config.option.markexpr:
+        monkeypatch.setattr(nvrtc, "_OPTIONS", (*nvrtc._OPTIONS, "--Ofast-compile=max"))
 
 
 def compile_all(kernels):
@@ -244,7 +247,7 @@ def gemm(config, dtype, swiglu, k, scaled, capability):
 GEMMS = ["split", "wgmma", "tiled_mma", "tiled_wgmma", "tiled_cluster"]
 
 
-@pytest.mark.slow  # 46 s on one core, when nothing is cached
+@pytest.mark.slow  # 25 s on one core, when nothing is cached
 @pytest.mark.parametrize(
     ("strength", "kernel"),
     [*itertools.product([1], GEMMS), *others_slow(itertools.product([2], GEMMS), exhaustive=True)],
@@ -303,7 +306,7 @@ def sample(expressions):
     return [expressions[position] for position in sorted(covering(numbers, 1))]
 
 
-@pytest.mark.slow  # 50 s on one core, when nothing is cached; the emulator's tests compile these sources as C++
+@pytest.mark.slow  # 25 s on one core, when nothing is cached; the emulator's tests compile these sources as C++
 @pytest.mark.parametrize(
     ("capability", "every"),
     [
