@@ -217,7 +217,7 @@ def test_columns_compile_once_for_all_batches_but_one(config, monkeypatch):
         return torch.compile(model, fullgraph=True, backend=backend)
 
     monkeypatch.setattr(column._Column, "_compile", count)
-    _, error = run(spec(config(), "quantize_", batches=(1, 3, 5), prompts=(), generate=(2, 1)))
+    _, error = run(spec(config(layers=1), "quantize_", batches=(1, 3, 5), prompts=(), generate=(2, 1)))
     assert error is None
     assert len(graphs) == 2
 
@@ -304,7 +304,7 @@ def test_an_interrupt_keeps_what_was_measured(config, workers, tmp_path, monkeyp
     assert rows[1]["error"] == "interrupted"
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive  # two processes import all that a column needs: 28 s of a core
 def test_model_runs_end_to_end(config, tmp_path, capsys):
     sizes = ["--batch", "3", "--prompts", "8", "--context", "16", "--generate", "4,3", "--rounds", "3"]
     arguments = ["--models", config(layers=1), *sizes, "--columns", "eager bf16"]

@@ -149,7 +149,7 @@ def _forked_ranks(monkeypatch):
     monkeypatch.setattr(torch.multiprocessing, "spawn", start)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.usefixtures("_forked_ranks")
 def test_sharded_runs_end_to_end(tmp_path):
     pytest.importorskip("transformers", "5.23")
@@ -363,7 +363,7 @@ def test_each_column_of_an_engine_gets_its_gpu(monkeypatch, capsys):
 
 
 @thunder
-@pytest.mark.slow
+@pytest.mark.exhaustive  # each column compiles
 def test_layer_runs_end_to_end(tmp_path, capsys):
     rows = main(["layer", *TINY, "--tokens", "3", "--parts", "experts", "--output", str(tmp_path)])
     assert [(row["tokens"], row["part"]) for row in rows] == [(3, "experts")]

@@ -5,10 +5,10 @@ The emulator hides the result of the kernel before (NaNs) until a thread of a bl
 kernels that are told to read early; and it aborts when a block ends without having waited.
 """
 
+import multiprocessing
+import os
 import re
-import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -18,10 +18,12 @@ from oracle import relative_error
 
 from thunder_moe.activations import SWIGLU, SwiGLUConfig
 from thunder_moe.formats.nvfp4 import quantize
+from thunder_moe.kernels import chains
 from thunder_moe.kernels.cuda import backend as cuda
 from thunder_moe.kernels.cuda import configs as cuda_configs
-from thunder_moe.kernels.cuda import operators, workspace
+from thunder_moe.kernels.cuda import operators, prepared, workspace
 from thunder_moe.kernels.cuda.chain import ChainBuilder
+from thunder_moe.kernels.cuda.plan import plan_gemm
 from thunder_moe.kernels.experts import ExpertsCall, unfused
 
 LATE = [*FAST[3:], "tiled mma, 32 tokens", "tiled wgmma, odd", "tiled wgmma, 256 k"]
@@ -183,6 +185,18 @@ MUTANTS = {
 }  # fmt: skip
 
 
+def run_test(test, folder, output):
+    """Run a test of this file with the sources of a folder."""
+    sys.stdout = sys.stderr = open(output, "w")
+    for stream in (1, 2):
+        os.dup2(sys.stdout.fileno(), stream)
+    cuda_configs.COMMON = folder / "common.cuh"
+    prepared.ROUTE = (cuda_configs.COMMON, folder / "route.cu")
+    plan_gemm.cache_clear()
+    chains.clear()
+    sys.exit(pytest.main(["-q", "-x", "-s", "-p", "no:cacheprovider", f"{__file__}::{test}"]))
+
+
 # One that the emulator aborts, and one whose numbers are wrong.
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [*list(MUTANTS)[2:], *others_slow(list(MUTANTS)[:2], exhaustive=True)])
@@ -199,15 +213,9 @@ def test_a_missing_wait_is_found(name, tmp_path, emulator):
         "tiled_mma.cu": "test_rows_that_come_late[tiled mma]",
         "route.cu": "test_equals_its_parts[tiled_64x64-9-True]",
     }[file]
-    script = f"""
-import pytest, sys
-from pathlib import Path
-from thunder_moe.kernels.cuda import configs, prepared
-folder = Path({str(tmp_path)!r})
-configs.COMMON = folder / "common.cuh"
-prepared.ROUTE = (configs.COMMON, folder / "route.cu")
-sys.exit(pytest.main(["-q", "-x", "-s", "-p", "no:cacheprovider", {f"{__file__}::{test}"!r}]))
-"""
-    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=Path(__file__).parents[3])
-    assert run.returncode != 0
-    assert message in run.stdout + run.stderr, run.stdout + run.stderr
+    process = multiprocessing.get_context("fork").Process(target=run_test, args=(test, tmp_path, tmp_path / "output"))
+    process.start()
+    process.join()
+    output = (tmp_path / "output").read_text()
+    assert process.exitcode != 0
+    assert message in output, output
