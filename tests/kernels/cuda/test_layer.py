@@ -187,14 +187,15 @@ MUTANTS = {
 
 def run_test(test, folder, output):
     """Run a test of this file with the sources of a folder."""
-    sys.stdout = sys.stderr = open(output, "w")
-    for stream in (1, 2):
-        os.dup2(sys.stdout.fileno(), stream)
     cuda_configs.COMMON = folder / "common.cuh"
     prepared.ROUTE = (cuda_configs.COMMON, folder / "route.cu")
     plan_gemm.cache_clear()
     chains.clear()
-    sys.exit(pytest.main(["-q", "-x", "-s", "-p", "no:cacheprovider", f"{__file__}::{test}"]))
+    with open(output, "w") as sys.stdout:
+        sys.stderr = sys.stdout
+        for stream in (1, 2):
+            os.dup2(sys.stdout.fileno(), stream)
+        sys.exit(pytest.main(["-q", "-x", "-s", "-p", "no:cacheprovider", f"{__file__}::{test}"]))
 
 
 # One that the emulator aborts, and one whose numbers are wrong.
