@@ -7,7 +7,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 WORKFLOW = (ROOT / ".github" / "workflows" / "ci.yml").read_text()
-LOCAL = set(re.findall(r"^ *make ([\w-]+)", (ROOT / ".ci" / "run").read_text(), re.MULTILINE))
+LOCAL = set(re.findall(r"^ *(?:nice )?make ([\w-]+)(?:\s|$)", (ROOT / ".ci" / "run").read_text(), re.MULTILINE))
 TARGETS = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
 
 
