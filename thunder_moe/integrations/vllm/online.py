@@ -91,7 +91,7 @@ def _of_all_experts(loader: Callable[..., Any]) -> Callable[..., Any]:
                 experts.copy_(experts)  # vLLM counts the values that copy_ writes
             else:
                 for expert, tensor in zip(experts, loaded_weight, strict=True):
-                    expert.copy_(tensor)
+                    expert.copy_(tensor.detach())
         elif loaded_weight.shape == experts.shape:
             experts.copy_(loaded_weight)
         else:
