@@ -78,17 +78,10 @@ def test_real_exports(export, ranks):
         assert gate_up == (3, 64, 32)
 
 
-def one_layer(model):
-    """A second one takes as long to trace."""
-    del model.model.layers[1:]
-    model.config.num_hidden_layers = 1
-
-
 @needs_sharding
-@pytest.mark.slow
 @pytest.mark.parametrize("layout", ["all_reduce", pytest.param("tp", marks=pytest.mark.exhaustive)])
 def test_compiles_without_a_graph_break(layout, saved, ranks):
-    path, _ = saved("qwen3_moe", one_layer)
+    path, _ = saved("qwen3_moe")
     for actual, expected in ranks(2)(jobs.compiled, path, LAYOUTS[layout]):
         close(actual, expected)
 
@@ -146,6 +139,7 @@ def one_expert_for_all(model):
 
 
 @needs_sharding
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("count", [9, 1])  # a single token per sequence: fewer than ranks behind the TP slicing of 4
 @pytest.mark.parametrize("layout", ["all_reduce", "all_to_all"])
 def test_a_rank_without_tokens(layout, count, saved, ranks):
@@ -175,6 +169,7 @@ def test_the_same_tokens(layout, saved, ranks):
 
 
 @needs_sharding
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("layout", ["all_reduce", "tp"])
 @pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss"])  # per expert, and one tensor for all experts
 def test_a_process_reads_its_part_alone(name, layout, saved, ranks):
