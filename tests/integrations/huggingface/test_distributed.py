@@ -9,6 +9,7 @@ import distributed_jobs as jobs
 import pytest
 import torch
 from checkpoint_files import DATA, EXPORTS, bits, edit_tensors
+from fast_cases import others_slow
 from safetensors.torch import load_file
 from tiny_models import tiny_config, tiny_model
 
@@ -67,8 +68,13 @@ def test_two_processes_compute_what_one_does(name, layout, saved, ranks):
         assert down == (experts, 64, features)
 
 
+# An export in each format.
+FORMATS = ("compressed_tensors_mxfp8_qwen3_moe", "compressed_tensors_qwen3_moe", "modelopt_llama4")
+FORMATS += ("modelopt_mixed_qwen3_moe", "mxfp4_gpt_oss")
+
+
 @needs_sharding
-@pytest.mark.parametrize("export", EXPORTS)
+@pytest.mark.parametrize("export", others_slow(EXPORTS, FORMATS, exhaustive=True))
 def test_real_exports(export, ranks):
     """Of every format; attention has a single head for keys and values, and stays whole."""
     whole = {f"model.layers.*.self_attn.{name}_proj": "replicate" for name in "qkvo"}
@@ -338,7 +344,7 @@ def test_adapters_that_are_refused(saved, ranks, tmp_path):
     [
         pytest.param("qwen3_moe", None, "all_reduce", marks=pytest.mark.exhaustive),
         ("qwen3_moe", all_linears, "tp"),
-        ("qwen3_moe", mxfp8_and_nvfp4, "all_reduce"),
+        pytest.param("qwen3_moe", mxfp8_and_nvfp4, "all_reduce", marks=pytest.mark.exhaustive),
         pytest.param("qwen3_moe", mxfp8_linears, "tp", marks=pytest.mark.exhaustive),
         ("gpt_oss", None, "fsdp"),
         pytest.param("gpt_oss", None, "tp", marks=pytest.mark.exhaustive),

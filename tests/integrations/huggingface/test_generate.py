@@ -48,7 +48,7 @@ def compile_forward(model, **options):
     return model
 
 
-@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("name", others_slow(ALL, ("llama4", "deepseek_v3", "gpt_oss"), exhaustive=True))
 def test_eager(name):
     quantized = quantize_(tiny_model(name))
     expected = generate(dequantize_(copy.deepcopy(quantized)))

@@ -57,6 +57,7 @@ def logits(model, ids=None):
     return model(tokens() if ids is None else ids).logits
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("format", ["nvfp4", "mxfp8"])
 @pytest.mark.parametrize("name", ALL)
 def test_model_equals_the_stock_one_with_dequantized_weights(name, format):
@@ -71,6 +72,7 @@ def test_model_equals_the_stock_one_with_dequantized_weights(name, format):
     assert least < relative_error(logits(quantized), logits(model)) < most
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("dtype", [BF16, torch.float16])
 @pytest.mark.parametrize("name", ALL)
 def test_layers_agree_to_rounding_in_16_bits(name, dtype):
