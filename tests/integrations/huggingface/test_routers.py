@@ -367,8 +367,10 @@ def test_an_order_for_another_number_of_experts_is_not_taken():
 @pytest.mark.parametrize("name", ["qwen3_moe", pytest.param("llama4", marks=pytest.mark.exhaustive)])
 def test_compiled_graphs_have_one_operator_for_it(name):
     model = quantize_(tiny_model(name))
+    layer = model.model.layers[0]
+    block, hidden = layer.feed_forward if name == "llama4" else layer.mlp, torch.randn(2, 9, 64)
     with torch.no_grad():
-        expected = model(tokens(), use_cache=False).logits
+        expected = block(hidden)
         found = []
 
         def backend(graph, inputs):
@@ -379,9 +381,9 @@ def test_compiled_graphs_have_one_operator_for_it(name):
             )
             return graph
 
-        compiled = torch.compile(model, backend=backend, fullgraph=True)
-        assert relative_error(compiled(tokens(), use_cache=False).logits, expected) < 1e-5
-    assert found == ["thunder_moe.moe_linear_router"] * 2
+        compiled = torch.compile(block, backend=backend, fullgraph=True)
+        torch.testing.assert_close(compiled(hidden), expected, rtol=1e-4, atol=1e-5)
+    assert found == ["thunder_moe.moe_linear_router"]
     orders = [module.row_orders for module in model.modules() if hasattr(module, "row_orders")]
     assert len({id(order) for order in orders}) == 2
     assert all(order._last is None for order in orders)
