@@ -23,7 +23,9 @@ FORKS.set_forkserver_preload(
         "torch.distributed.tensor",
         "thunder_moe.parallel",
         "thunder_moe.integrations.huggingface.checkpoint",
+        "thunder_moe.compilers.dynamo.backend",
         "thunder_moe.__main__",
+        "torch._inductor.compile_fx",
         "pytest",
         "checkpoint_files",
     ]

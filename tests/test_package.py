@@ -36,9 +36,10 @@ def test_all_names_exist():
         thunder_moe.quantize(None)  # was a module, which "is not callable" says little about
 
 
-def test_works_without_the_optional_packages():
+def test_works_without_the_optional_packages_and_without_being_installed():
     code = """
-import sys
+import importlib.metadata, sys
+importlib.metadata.entry_points = lambda **_: importlib.metadata.EntryPoints(())
 sys.modules.update(dict.fromkeys(["thunder", "transformers", "triton", "matplotlib", "numpy"]))  # None: not there
 import torch, thunder_moe
 model = torch.nn.Sequential(thunder_moe.Llama4MoE(thunder_moe.Llama4MoEConfig(32, 32, 2)))
@@ -55,6 +56,8 @@ for call in calls:
         print(error)
 from thunder_moe import *
 print(sorted(set(thunder_moe._HOME) - set(globals())), Llama4MoE.__name__)
+thunder_moe.register("torch")
+print(torch._dynamo.lookup_backend("thunder_moe").__module__, torch._dynamo.list_backends().count("thunder_moe"))
 """
     assert fresh_python(code).splitlines() == [
         "torch.Size([1, 2, 32])",
@@ -63,6 +66,7 @@ print(sorted(set(thunder_moe._HOME) - set(globals())), Llama4MoE.__name__)
         "thunder_moe.integrations needs transformers >= 5.7: pip install 'thunder_moe[transformers]'",
         "['ThunderMoeConfig', 'fast_generate', 'fuse_norms_', 'get_peft_model', 'load_checkpoint', 'load_lora_',"
         " 'load_peft_model', 'moe_executor', 'save_checkpoint', 'save_lora'] Llama4MoE",
+        "thunder_moe.compilers.dynamo.backend 1",
     ]
 
 
@@ -82,6 +86,7 @@ print(sorted(set(thunder_moe._HOME) - set(globals())), Llama4MoE.__name__)
 )
 @pytest.mark.slow
 def test_thunder_imports_after_an_explicit_act(code):
+    """An installed package has one backend of torch.compile then."""
     code = f"""
 import torch
 before = set(dir(torch.Tensor)), torch.autograd.Function.__dict__["apply"]
@@ -89,8 +94,9 @@ before = set(dir(torch.Tensor)), torch.autograd.Function.__dict__["apply"]
 from thunder_moe import moe_executor
 print(thunder.jit(lambda x: x + 1, executors=[moe_executor])(torch.ones(1)).item())
 print(before[0] == set(dir(torch.Tensor)), before[1] is torch.autograd.Function.__dict__["apply"])
+print(torch._dynamo.lookup_backend("thunder_moe").__module__, torch._dynamo.list_backends().count("thunder_moe"))
 """
-    assert fresh_python(code).splitlines() == ["2.0", "True True"]
+    assert fresh_python(code).splitlines() == ["2.0", "True True", "thunder_moe.compilers.dynamo.backend 1"]
 
 
 def test_a_failed_import_of_thunder_says_what_to_do():
@@ -128,11 +134,9 @@ except ImportError:
 
 @pytest.mark.parametrize(
     "act",
-    [
-        "import thunder_moe; thunder_moe.register('torch'); import torch",
-        pytest.param("import torch._dynamo, thunder_moe", marks=pytest.mark.exhaustive),
-    ],
+    ["import thunder_moe; thunder_moe.register('torch'); import torch", "import torch._dynamo, thunder_moe"],
 )
+@pytest.mark.exhaustive  # the tests above end with the same two lines
 def test_torch_compile_knows_the_backend_of_a_package_that_is_not_installed(act):
     code = f"""
 import importlib.metadata, sys
@@ -144,14 +148,8 @@ print(torch._dynamo.list_backends().count("thunder_moe"))
     assert fresh_python(code).splitlines() == ["thunder_moe.compilers.dynamo.backend", "1"]
 
 
-@pytest.mark.parametrize(
-    "first",
-    [
-        "import thunder_moe",
-        *others_slow(["import torch._dynamo", "import torch._dynamo, thunder_moe"], exhaustive=True),
-    ],
-)
-@pytest.mark.slow
+@pytest.mark.parametrize("first", ["import thunder_moe", "import torch._dynamo", "import torch._dynamo, thunder_moe"])
+@pytest.mark.exhaustive
 def test_an_installed_package_has_one_backend(first):
     code = f"""
 import torch

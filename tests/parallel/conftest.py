@@ -11,10 +11,13 @@ if not (torch.distributed.is_available() and torch.distributed.is_gloo_available
 
 @pytest.fixture
 def run(ranks):
-    """``run(function, *args)`` calls ``function(meshes, *args)`` in four processes -> the results by rank."""
+    """``run(function, *args)`` calls ``function(meshes, *args)`` in four processes -> the results by rank.
+
+    With `first`, in the first ranks alone: both halves would compute the same with a mesh of two.
+    """
     from programs import within
 
-    def of_each(function, *args):
-        return ranks(4)(within, function, *args)
+    def of_each(function, *args, first=4):
+        return ranks(4)(within, first, function, *args)[:first]
 
     return of_each

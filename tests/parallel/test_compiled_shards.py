@@ -44,7 +44,7 @@ def test_a_compiler_packs_whole_experts_of_a_rank(run):
         pytest.param("torch.compile", "mxfp8", marks=pytest.mark.exhaustive),
         pytest.param("thunder.jit", "nvfp4", marks=[pytest.mark.exhaustive, MISSING]),
         pytest.param("thunder.jit", "mxfp8", marks=[pytest.mark.slow, pytest.mark.exhaustive, MISSING]),
-        pytest.param("thunderfx", "nvfp4", marks=MISSING),
+        pytest.param("thunderfx", "nvfp4", marks=[pytest.mark.slow, pytest.mark.exhaustive, MISSING]),
         pytest.param("thunderfx", "mxfp8", marks=[pytest.mark.slow, pytest.mark.exhaustive, MISSING]),
     ],
 )

@@ -15,7 +15,7 @@ from thunder_moe.nn.linear import NVFP4Linear, NVFP4LinearPart, NVFP4LinearStack
 # Tied, of other names, without a gate, transposed; a gate that reads q's rows, a linear whose weight the model reads.
 SPECIAL = ("gemma4", "granitemoe", "nemotron_h", "qwen3_vl_moe", "afmoe", "deepseek_v32")
 NAMES = [
-    *ARCHITECTURES,
+    *others_slow(ARCHITECTURES, ("llama4", "qwen3_moe", "deepseek_v3"), exhaustive=True),
     *SPECIAL,
     *others_slow(sorted(OTHERS.keys() - {*SPECIAL}), exhaustive=True),
 ]

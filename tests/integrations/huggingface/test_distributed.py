@@ -9,6 +9,7 @@ import distributed_jobs as jobs
 import pytest
 import torch
 from checkpoint_files import DATA, EXPORTS, bits, edit_tensors
+from fast_cases import others_slow
 from safetensors.torch import load_file
 from tiny_models import tiny_config, tiny_model
 
@@ -67,8 +68,13 @@ def test_two_processes_compute_what_one_does(name, layout, saved, ranks):
         assert down == (experts, 64, features)
 
 
+# An export in each format.
+FORMATS = ("compressed_tensors_mxfp8_qwen3_moe", "compressed_tensors_qwen3_moe", "modelopt_llama4")
+FORMATS += ("modelopt_mixed_qwen3_moe", "mxfp4_gpt_oss")
+
+
 @needs_sharding
-@pytest.mark.parametrize("export", EXPORTS)
+@pytest.mark.parametrize("export", others_slow(EXPORTS, FORMATS, exhaustive=True))
 def test_real_exports(export, ranks):
     """Of every format; attention has a single head for keys and values, and stays whole."""
     whole = {f"model.layers.*.self_attn.{name}_proj": "replicate" for name in "qkvo"}
@@ -78,17 +84,10 @@ def test_real_exports(export, ranks):
         assert gate_up == (3, 64, 32)
 
 
-def one_layer(model):
-    """A second one takes as long to trace."""
-    del model.model.layers[1:]
-    model.config.num_hidden_layers = 1
-
-
 @needs_sharding
-@pytest.mark.slow
 @pytest.mark.parametrize("layout", ["all_reduce", pytest.param("tp", marks=pytest.mark.exhaustive)])
 def test_compiles_without_a_graph_break(layout, saved, ranks):
-    path, _ = saved("qwen3_moe", one_layer)
+    path, _ = saved("qwen3_moe")
     for actual, expected in ranks(2)(jobs.compiled, path, LAYOUTS[layout]):
         close(actual, expected)
 
@@ -146,6 +145,7 @@ def one_expert_for_all(model):
 
 
 @needs_sharding
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("count", [9, 1])  # a single token per sequence: fewer than ranks behind the TP slicing of 4
 @pytest.mark.parametrize("layout", ["all_reduce", "all_to_all"])
 def test_a_rank_without_tokens(layout, count, saved, ranks):
@@ -175,6 +175,7 @@ def test_the_same_tokens(layout, saved, ranks):
 
 
 @needs_sharding
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("layout", ["all_reduce", "tp"])
 @pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss"])  # per expert, and one tensor for all experts
 def test_a_process_reads_its_part_alone(name, layout, saved, ranks):
@@ -343,7 +344,7 @@ def test_adapters_that_are_refused(saved, ranks, tmp_path):
     [
         pytest.param("qwen3_moe", None, "all_reduce", marks=pytest.mark.exhaustive),
         ("qwen3_moe", all_linears, "tp"),
-        ("qwen3_moe", mxfp8_and_nvfp4, "all_reduce"),
+        pytest.param("qwen3_moe", mxfp8_and_nvfp4, "all_reduce", marks=pytest.mark.exhaustive),
         pytest.param("qwen3_moe", mxfp8_linears, "tp", marks=pytest.mark.exhaustive),
         ("gpt_oss", None, "fsdp"),
         pytest.param("gpt_oss", None, "tp", marks=pytest.mark.exhaustive),

@@ -10,7 +10,7 @@ import weakref
 import pytest
 import torch
 import torch.distributed as dist
-from tiny_models import tiny_model
+from tiny_models import tiny_config, tiny_model
 from transformers import (
     CompileConfig,
     DynamicCache,
@@ -56,6 +56,7 @@ OPTIONS = {
 }
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("padded", [False, True])
 @pytest.mark.parametrize("name", OPTIONS)
 def test_tokens_are_those_of_the_stock_loop(model, name, padded, caplog):
@@ -253,8 +254,13 @@ def test_no_room_for_tokens(model):
     assert ours.shape == (3, 8)
 
 
+def one_layer(name):
+    """To compile: a second one takes as long to trace."""
+    return tiny_model(name, torch.float32, tiny_config(name, layers=1))
+
+
 def test_a_compiled_step_sees_changes_of_the_model():
-    model = tiny_model("qwen3_moe", torch.float32).eval()
+    model = one_layer("qwen3_moe").eval()
     options = dict(max_new_tokens=6, do_sample=False, compile_config=CompileConfig(backend="eager", mode=None))
     before, ours = both(model, PROMPT, **options)
     assert torch.equal(ours, before)
@@ -272,7 +278,7 @@ def caches():
 
 def test_compiled_steps_of_any_number():
     """torch's limit is of one step, and nothing that it keeps holds a cache."""
-    model, before = tiny_model("mixtral", torch.float32).eval(), caches()
+    model, before = one_layer("mixtral").eval(), caches()
     options = dict(max_new_tokens=4, do_sample=False, compile_config=CompileConfig(backend="eager", mode=None))
     with torch._dynamo.config.patch(recompile_limit=1):
         for texts in (1, 2):
@@ -294,7 +300,7 @@ def test_old_objects_are_not_collected_while_the_step_compiles(fails):
             raise ZeroDivisionError
         return graph
 
-    model = tiny_model("mixtral", torch.float32).eval()
+    model = one_layer("mixtral").eval()
     options = dict(do_sample=False, compile_config=CompileConfig(backend=backend, mode=None))
     with pytest.raises(Exception, match="ZeroDivisionError") if fails else contextlib.nullcontext():
         model.generate(PROMPT[1:2], max_new_tokens=3, custom_generate=fast_generate, **options)

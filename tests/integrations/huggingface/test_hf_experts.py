@@ -57,6 +57,7 @@ def logits(model, ids=None):
     return model(tokens() if ids is None else ids).logits
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("format", ["nvfp4", "mxfp8"])
 @pytest.mark.parametrize("name", ALL)
 def test_model_equals_the_stock_one_with_dequantized_weights(name, format):
@@ -71,6 +72,7 @@ def test_model_equals_the_stock_one_with_dequantized_weights(name, format):
     assert least < relative_error(logits(quantized), logits(model)) < most
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("dtype", [BF16, torch.float16])
 @pytest.mark.parametrize("name", ALL)
 def test_layers_agree_to_rounding_in_16_bits(name, dtype):
@@ -86,9 +88,8 @@ def test_layers_agree_to_rounding_in_16_bits(name, dtype):
         assert relative_error(outs[0], outs[1]) < {BF16: 1e-2, torch.float16: 2e-3}[dtype]
 
 
-# test_generate.py compiles the others, one of them in the fast set.
-@pytest.mark.parametrize("name", others_slow(ALL, ("olmoe",), exhaustive=True))
-@pytest.mark.slow
+@pytest.mark.parametrize("name", ALL)
+@pytest.mark.exhaustive  # test_generate.py compiles whole models, one of them in the fast set
 def test_compiles_without_a_graph_break(name):
     quantized, decoded = quantized_and_decoded(tiny_model(name, config=tiny_config(name, layers=1)))
     compiled = torch.compile(quantized, fullgraph=True, backend="eager", dynamic=True)
@@ -99,8 +100,10 @@ def test_compiles_without_a_graph_break(name):
 
 @pytest.mark.slow
 def test_compiles_with_inductor():
-    quantized, decoded = quantized_and_decoded(tiny_model("qwen3_moe", config=tiny_config("qwen3_moe", layers=1)))
-    assert relative_error(logits(torch.compile(quantized, fullgraph=True)), logits(decoded)) < 1e-5
+    quantized, decoded = (model.model.layers[0].mlp for model in quantized_and_decoded(tiny_model("qwen3_moe")))
+    hidden = torch.randn(2, 9, 64)
+    with torch.no_grad():
+        assert relative_error(torch.compile(quantized, fullgraph=True)(hidden), decoded(hidden)) < 1e-5
 
 
 @pytest.mark.parametrize("name", ALL)
@@ -238,8 +241,7 @@ def test_gradients_of_every_kind(kind):
         assert relative_error(mine, theirs) < 1e-4
 
 
-@pytest.mark.parametrize("kind", COMPILED)
-@pytest.mark.slow
+@pytest.mark.parametrize("kind", others_slow(KINDS, ("fused",), exhaustive=True))
 def test_every_kind_compiles(kind):
     quantized, decoded = swapped(make_experts(*KINDS[kind]))
     compiled = torch.compile(quantized, fullgraph=True, backend="aot_eager", dynamic=True)
@@ -745,13 +747,16 @@ def test_implementation_runs_parametrised_weights_in_16_bits(count):
     reason="on torch 2.10 and a CPU, transformers looks at addresses, which dynamo cannot trace",
 )
 def test_implementation_with_the_backend_and_with_another():
-    model = tiny_model("qwen3_moe", BF16, tiny_config("qwen3_moe", layers=1), experts_implementation="thunder_moe")
-    compiled = torch.compile(model, backend="thunder_moe", fullgraph=True, options={"thunder_moe.inner": "aot_eager"})
-    assert relative_error(logits(compiled), logits(model)) < 0.02
+    layer = (
+        tiny_model("qwen3_moe", BF16, experts_implementation="thunder_moe").requires_grad_(False).model.layers[0].mlp
+    )
+    hidden = torch.randn(2, 9, 64, dtype=BF16)
+    compiled = torch.compile(layer, backend="thunder_moe", fullgraph=True, options={"thunder_moe.inner": "aot_eager"})
+    assert relative_error(compiled(hidden), layer(hidden)) < 0.02
     assert [entry.decision for entry in rewrite_report(compiled)] == ["nvfp4 + swiglu", "nvfp4"]
     torch._dynamo.reset()
     with pytest.raises(Exception, match="got backend 'eager' for a model of experts_implementation=\"thunder_moe\""):
-        logits(torch.compile(model, backend="eager", fullgraph=True))
+        torch.compile(layer, backend="eager", fullgraph=True)(hidden)
 
 
 def test_implementation_asked_of_from_pretrained(tmp_path):
@@ -781,7 +786,7 @@ def test_implementation_under_thunder(kind):
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::thunder_moe.compilers.report.RewriteWarning")
-@pytest.mark.parametrize("kind", COMPILED)
+@pytest.mark.parametrize("kind", others_slow(KINDS, ("fused",), exhaustive=True))
 def test_experts_with_an_8_bit_recipe_under_thunder(kind):
     import thunder
 

@@ -103,7 +103,9 @@ def test_ddp(ranks):
     check(ranks(2)(_ddp))
 
 
-@pytest.mark.parametrize("units", [(), ("mlp.experts", "self_attn.q_proj", "self_attn.o_proj")])
+@pytest.mark.parametrize(
+    "units", [pytest.param((), marks=pytest.mark.exhaustive), ("mlp.experts", "self_attn.q_proj", "self_attn.o_proj")]
+)
 def test_fully_shard(units, ranks):
     results = ranks(2)(_fsdp, units)
     check(results)

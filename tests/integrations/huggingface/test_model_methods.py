@@ -36,6 +36,7 @@ def model(request, tmp_path):
     return load_checkpoint(tmp_path / "model")
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("options", [dict(new_num_tokens=VOCABULARY + 5), dict(pad_to_multiple_of=48)])
 def test_new_tokens(model, tmp_path, caplog, options):
     wanted = dequantize_(copy.deepcopy(model))
@@ -87,6 +88,7 @@ def test_numbers_of_parameters(name):
     assert model.num_parameters(only_trainable=True) == trainable < counts[0]
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize(("cast", "dtype"), [("half", torch.float16), ("float", torch.float32)])
 def test_casts(model, cast, dtype):
     codes = model.lm_head.qdata.clone()

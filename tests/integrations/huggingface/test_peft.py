@@ -9,6 +9,7 @@ import warnings
 
 import pytest
 import torch
+from fast_cases import others_slow
 from oracle import relative_error
 from safetensors.torch import load_file, save_file
 from tiny_models import tiny_model, tokens
@@ -235,7 +236,7 @@ def test_adapters_that_transformers_would_not_save_are_refused(tmp_path, monkeyp
 
 
 @pytest.mark.filterwarnings("ignore:.*pattern keys did not match")
-@pytest.mark.parametrize("name", ["qwen3_moe", "mixtral", "gpt_oss"])
+@pytest.mark.parametrize("name", ["mixtral", *others_slow(["qwen3_moe", "gpt_oss"], exhaustive=True)])
 def test_all_linear_is_what_it_is_to_peft_in_16_bits(name, tmp_path):
     config = dict(r=4, lora_alpha=8, target_modules="all-linear", use_rslora=True)
     model = get_peft_model(whole(name), peft.LoraConfig(**config))

@@ -20,6 +20,7 @@ from checkpoint_files import (
     load_tensors,
 )
 from dense_calls import DenseCalls
+from fast_cases import others_slow
 from oracle import KERNEL_TOLERANCE, relative_error
 from safetensors.torch import save_file
 from tiny_models import ARCHITECTURES, tiny_config, tiny_model, tokens
@@ -172,7 +173,7 @@ def test_dense_layers_stay_4_bit_or_are_dequantized(export, stock_model):
 
 
 @pytest.mark.parametrize("linears", [pytest.param(False, marks=pytest.mark.exhaustive), True])
-@pytest.mark.parametrize("name", ARCHITECTURES)
+@pytest.mark.parametrize("name", others_slow(ARCHITECTURES, ("qwen3_moe", "olmoe", "deepseek_v3"), exhaustive=True))
 def test_saving_a_quantized_model_is_bit_exact(tmp_path, name, linears):
     tiny_model(name, BF16).save_pretrained(tmp_path / "source")
     model = from_pretrained(tmp_path / "source", dtype="auto")

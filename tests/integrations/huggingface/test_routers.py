@@ -11,6 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from fast_cases import one_of_each
 from oracle import relative_error
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -176,8 +177,9 @@ def test_other_routers_stay(name, kind, settings):
     assert not isinstance(layer.gate, FusedRouter)
 
 
-@pytest.mark.parametrize(("module", "kind"), ROUTERS)
-def test_each_class_of_the_table_computes_what_it_says(module, kind):
+# One class of each row: those of a row are copies in transformers, which `make test-matrix` runs for a new version.
+@pytest.mark.parametrize(("row", "module", "kind"), one_of_each((row, *name) for name, row in ROUTERS.items()))
+def test_each_class_of_the_table_computes_what_it_says(row, module, kind):
     found = 0
     for settings in VARIED:
         layer, _ = make(module.split(".")[2], kind, settings)
@@ -365,8 +367,10 @@ def test_an_order_for_another_number_of_experts_is_not_taken():
 @pytest.mark.parametrize("name", ["qwen3_moe", pytest.param("llama4", marks=pytest.mark.exhaustive)])
 def test_compiled_graphs_have_one_operator_for_it(name):
     model = quantize_(tiny_model(name))
+    layer = model.model.layers[0]
+    block, hidden = layer.feed_forward if name == "llama4" else layer.mlp, torch.randn(2, 9, 64)
     with torch.no_grad():
-        expected = model(tokens(), use_cache=False).logits
+        expected = block(hidden)
         found = []
 
         def backend(graph, inputs):
@@ -377,9 +381,9 @@ def test_compiled_graphs_have_one_operator_for_it(name):
             )
             return graph
 
-        compiled = torch.compile(model, backend=backend, fullgraph=True)
-        assert relative_error(compiled(tokens(), use_cache=False).logits, expected) < 1e-5
-    assert found == ["thunder_moe.moe_linear_router"] * 2
+        compiled = torch.compile(block, backend=backend, fullgraph=True)
+        torch.testing.assert_close(compiled(hidden), expected, rtol=1e-4, atol=1e-5)
+    assert found == ["thunder_moe.moe_linear_router"]
     orders = [module.row_orders for module in model.modules() if hasattr(module, "row_orders")]
     assert len({id(order) for order in orders}) == 2
     assert all(order._last is None for order in orders)
@@ -388,16 +392,17 @@ def test_compiled_graphs_have_one_operator_for_it(name):
 @pytest.mark.parametrize("name", ["qwen3_moe", pytest.param("llama4", marks=pytest.mark.exhaustive)])
 def test_checkpoints_in_compiled_graphs(name):
     """Their bodies may not change Python objects, as eager layers pass on the order of rows, and outputs of stacks."""
-    config = tiny_config(name)
-    config.num_hidden_layers = 1
-    model = quantize_(tiny_model(name, config=config), linears=lambda module, name: True).train()
+    model = quantize_(tiny_model(name), linears=lambda module, name: True).train()
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=dict(use_reentrant=False))
+    layer, hidden = model.model.layers[0], torch.randn(2, 9, 64, requires_grad=True)
+    rotations = model.model.rotary_emb(hidden, torch.arange(9)[None])
     results = []
-    for run in (model, torch.compile(model, backend="aot_eager", fullgraph=True)):
+    for run in (layer, torch.compile(layer, backend="aot_eager", fullgraph=True)):
         model.zero_grad()
-        loss = run(tokens(), labels=tokens(), use_cache=False).loss
+        loss = run(hidden, position_embeddings=rotations).square().mean()
         loss.backward()
-        results.append([loss, *(parameter.grad for parameter in model.parameters() if parameter.grad is not None)])
+        results.append([loss, *(parameter.grad for parameter in layer.parameters() if parameter.grad is not None)])
+    assert len(results[0]) > 1
     for actual, expected in zip(*results, strict=True):
         assert relative_error(actual, expected) < 1e-4
 
@@ -503,7 +508,7 @@ def test_one_operator_with_the_linear_layer_is_for_inference_on_cuda_and_in_grap
 
 
 def test_experts_take_the_order_of_the_one_operator_in_compiled_graphs(monkeypatch):
-    model, ids = quantize_(tiny_model("llama4")), tokens()
+    model, ids = quantize_(tiny_model("llama4", config=tiny_config("llama4", layers=1))), tokens()
     graphs = []
 
     def backend(graph, inputs):

@@ -34,12 +34,12 @@ from thunder_moe.integrations.huggingface.saving import QuantizedModel  # noqa: 
 
 BF16 = torch.bfloat16
 # transformers' Jamba computes otherwise where its configuration says that it is quantized.
-FAST = [*ARCHITECTURES, "jamba"]
+FAST = ["llama4", "mixtral", "gpt_oss", "jamba"]
 # Of OTHERS: names of their own, experts without a gate, tied heads, a model inside of another.
 SPECIAL = ("granitemoe", "nemotron_h", "ernie4_5_moe", "gemma4", "qwen3_vl_moe")
 # test_on_load.py and test_written_names.py load and save each of the rest.
 CASES = [*FAST, *(pytest.param(name, marks=pytest.mark.exhaustive) for name in SPECIAL)]
-CASES += others_slow(sorted(OTHERS.keys() - {*FAST, *SPECIAL}), exhaustive=True)
+CASES += others_slow(sorted((ARCHITECTURES | OTHERS).keys() - {*FAST, *SPECIAL}), exhaustive=True)
 
 
 def everything(module, name):
@@ -196,6 +196,7 @@ def test_a_model_in_quantization_aware_training(tmp_path, name):
     assert relative_error(logits(back), trained) < KERNEL_TOLERANCE[torch.float32]
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("prepared", [False, True])
 @pytest.mark.parametrize("name", ["qwen3_moe", "mixtral"])
 def test_experts_of_16_bits_in_shards(tmp_path, name, prepared):
@@ -398,8 +399,10 @@ def save_killed(path, save, call, moment):
     ("save", "call", "moment"),
     [
         ("save_checkpoint", "replace", 2), ("save_checkpoint", "rename", 1),
-        ("save_pretrained", "replace", 2), ("save_pretrained", "rename", 1), ("save_pretrained", "rename", 2),
-        ("into a folder", "replace", 2), ("into a folder", "rename", 1), ("into a folder", "replace", -2),
+        ("save_pretrained", "rename", 1), ("save_pretrained", "rename", 2),
+        ("into a folder", "replace", 2), ("into a folder", "replace", -2),
+        pytest.param("save_pretrained", "replace", 2, marks=pytest.mark.exhaustive),
+        pytest.param("into a folder", "rename", 1, marks=pytest.mark.exhaustive),
     ],
 )  # fmt: skip
 def test_the_next_save_removes_what_a_killed_one_left(tmp_path, quantized, caplog, save, call, moment):
@@ -546,7 +549,7 @@ def test_push_to_hub(tmp_path, quantized, monkeypatch):
     assert calls == ["t", ("saved", {"exist_ok": True, "private": True}), (folder, names)]
 
 
-@pytest.mark.parametrize("name", [*ARCHITECTURES, *(pytest.param(n, marks=pytest.mark.exhaustive) for n in SPECIAL)])
+@pytest.mark.parametrize("name", others_slow([*ARCHITECTURES, *SPECIAL], FAST, exhaustive=True))
 def test_state_dicts_of_a_checkpoint(tmp_path, caplog, name):
     """By the names in the files, and shard by shard into another model of the same form."""
     model, other = (quantize_(tiny_model(name, BF16), linears=everything) for _ in range(2))
@@ -569,6 +572,7 @@ def test_state_dicts_of_a_checkpoint(tmp_path, caplog, name):
     assert_same(model, fresh)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("format", ["nvfp4", "mxfp8"])
 @pytest.mark.parametrize("name", ["mixtral", "gpt_oss"])
 def test_shards_into_memory_that_holds_anything(tmp_path, name, format):
@@ -610,6 +614,7 @@ def trainer(model, path, **options):
     )  # fmt: skip
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("source", ["quantized", "loaded"])
 @pytest.mark.parametrize("name", ["mixtral", "gpt_oss"])
 def test_trainer_saves_and_resumes(tmp_path, name, source):

@@ -55,6 +55,7 @@ def assert_same(one, other):
         assert torch.equal(bits(tensor), bits(second[name])), name
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("name", ["qwen3_moe", "qwen2_moe"])
 @pytest.mark.parametrize("options", CASES.values(), ids=CASES)
 def test_entry_points_agree(source, tmp_path, name, options):
@@ -69,6 +70,7 @@ def test_entry_points_agree(source, tmp_path, name, options):
         assert_same(load_checkpoint(tmp_path / "out", device="cpu"), wanted)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("option", ["filter", "ignore", "linears", "format"])
 @pytest.mark.parametrize("pattern", ["", "re:", "*.act_fn", "model.rotary_emb", "*.layernorm"])
 def test_entry_points_refuse_the_same_patterns(source, tmp_path, option, pattern):

@@ -2,11 +2,14 @@
 Called by pytest; judged by eager models with dequantized weights, and by eager caches.
 """
 
+import copy
+import inspect
 import warnings
 
 import pytest
 import torch
 from oracle import relative_error
+from torch import nn
 
 transformers = pytest.importorskip("transformers")
 
@@ -50,11 +53,11 @@ def make_cache(config, dtype=FLOAT, static=True):
     [
         ("llama4", CHUNKS, FLOAT, jit, 1e-4),
         # Rewritten by the executor, not swapped beforehand.
-        pytest.param("qwen3_moe", ONE, BF16, by_recipe, 0.03, marks=pytest.mark.exhaustive),
+        ("qwen3_moe", ONE, BF16, by_recipe, 0.03),
     ],
     ids=["llama4", "qwen3_moe rewritten"],
 )
-@pytest.mark.slow  # Thunder traces a whole model twice
+@pytest.mark.exhaustive  # Thunder traces a whole model twice
 def test_decoding_behind_a_prompt_equals_eager_and_compiles_twice(name, changes, dtype, compile_, tolerance):
     config = tiny_config(name)
     for key, value in changes.items():
@@ -74,6 +77,38 @@ def test_decoding_behind_a_prompt_equals_eager_and_compiles_twice(name, changes,
             step = expected[:, -1:].argmax(-1)
     assert thunder.cache_misses(compiled) == 2, "the prompt and one step"
     assert cache.get_seq_length() == tokens().shape[1] + STEPS
+    assert [entry.decision for entry in rewrite_report(compiled)] == ["nvfp4 + swiglu", "nvfp4"] * 2
+
+
+class Layer(nn.Module):
+    """A decoder layer whose cache goes by position: its keyword depends on transformers' version."""
+
+    def __init__(self, layer):
+        super().__init__()
+        self.layer = layer
+        self.keyword = "cache" if "cache" in inspect.signature(layer.forward).parameters else "past_key_values"
+
+    def forward(self, hidden, mask, rotations, cache):
+        return self.layer(hidden, attention_mask=mask, position_embeddings=rotations, **{self.keyword: cache})
+
+
+def test_a_layer_decodes_behind_a_prompt_as_eager_and_compiles_twice():
+    config = tiny_config("qwen3_moe", layers=1)
+    model = quantize_(tiny_model("qwen3_moe", config=config, attn_implementation="thunder_moe_sdpa"))
+    rotary = model.model.rotary_emb
+    layer, oracle = (Layer(each.model.layers[0]) for each in (model, dequantize_(copy.deepcopy(model))))
+    compiled = jit(layer)
+    cache, eager_cache = make_cache(config), make_cache(config, static=False)
+    begin = 0
+    with torch.no_grad():
+        for length in (9, *[1] * STEPS):
+            hidden, positions = torch.randn(2, length, 64), torch.arange(begin, begin + length)
+            mask = torch.arange(LENGTH) <= positions[None, None, :, None]
+            given = hidden, mask, rotary(hidden, positions[None])
+            assert relative_error(compiled(*given, cache), oracle(*given, eager_cache)) < 1e-4
+            begin += length
+    assert thunder.cache_misses(compiled) == 2, "the prompt and one step"
+    assert cache.get_seq_length() == 9 + STEPS
     assert [entry.decision for entry in rewrite_report(compiled)] == ["nvfp4 + swiglu", "nvfp4"] * 2
 
 
