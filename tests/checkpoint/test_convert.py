@@ -461,7 +461,7 @@ def test_stream_holds_one_layer(tmp_path):
 
 
 def test_convert_holds_one_layer_and_one_shard(tmp_path):
-    make_source(tmp_path / "source", layers=8)
+    make_source(tmp_path / "source", layers=12)
     with LiveBytes() as memory:
         errors = convert(tmp_path / "source", tmp_path / "out", max_shard_size=1)
     result, one_expert = errors[0].nbytes, 3 * HIDDEN * INTERMEDIATE

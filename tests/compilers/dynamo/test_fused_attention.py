@@ -50,7 +50,7 @@ FUSED = {"qwen3_moe": True, "olmoe": True, "llama4": True, "deepseek_v3": False,
 @pytest.mark.parametrize(
     ("name", "attention"),
     [
-        *zip(FUSED, ["thunder_moe_sdpa", "sdpa", "thunder_moe_sdpa"], strict=False),
+        *zip(FUSED, ["thunder_moe_sdpa", "sdpa"], strict=False),
         *others_slow(product(FUSED, ["sdpa", "thunder_moe_sdpa"]), exhaustive=True),
     ],
 )

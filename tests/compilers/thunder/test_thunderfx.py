@@ -128,10 +128,14 @@ def check_unsplit(compiled, graphs=1):
     assert all(not info.split_reasons for info in compiled._backend.subgraph_infos)
 
 
-@pytest.mark.parametrize("kind", [Layer, pytest.param(Llama4MoE, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("trainable", [False, True])
-@pytest.mark.parametrize("mode", [torch.no_grad, pytest.param(torch.enable_grad, marks=pytest.mark.slow)])
-@pytest.mark.covering(1)
+@pytest.mark.parametrize("kind", [Layer, *others_slow([Llama4MoE], exhaustive=True)])
+@pytest.mark.parametrize(
+    ("trainable", "mode"),
+    [
+        (False, torch.no_grad),
+        *others_slow([(True, torch.enable_grad), (True, torch.no_grad), (False, torch.enable_grad)], exhaustive=True),
+    ],
+)
 def test_a_layer_is_one_graph(kind, trainable, mode):
     model, x = layer(kind, trainable), tokens(8)
     compiled = by_thunderfx(model, nv_enable_linear=True)
@@ -251,6 +255,7 @@ def test_a_weight_in_a_buffer(compile_):
 
 @BOTH
 @pytest.mark.parametrize("body", [changed_between, changed_between_products])
+@pytest.mark.covering(1)
 def test_a_weight_that_changes_between_its_reads(compile_, body):
     model = Gemm(body)
     reference, compiled = copy.deepcopy(model), compile_(model)
