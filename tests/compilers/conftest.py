@@ -3,12 +3,12 @@ Called by pytest.
 
 What the fast set shows, once each:
 - every view, call, SwiGLU, router, and form of a layer that is recognised, rewritten and equal to eager mode, under
-  torch.compile; under Thunder one value of each table, and all of its SwiGLUs, which it matches by code of its own;
+  torch.compile, the forms of a table in one graph; under Thunder views and SwiGLUs, too, and routers of some forms;
 - each reason for declining, and code that is nearly a pattern;
 - each kind of mutation, alias, grad mode and nested graph that the rewrite must respect, under each compiler;
 - one layer compiled by inductor, and one whole layer by Thunder, which traces it in two seconds.
-Layers under Thunder and inductor's graphs of other kinds are slow. Products of these tables, other inner compilers,
-exported programs by AOTInductor and whole models under Thunder are exhaustive.
+Products of these tables, Thunder's runs of tests that torch.compile passes, other inner compilers, exported programs by
+AOTInductor and whole models under Thunder are exhaustive.
 """
 
 import pytest

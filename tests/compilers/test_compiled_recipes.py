@@ -47,7 +47,7 @@ def test_compiled_blocks_train_as_eager_ones(mode, recipe, frozen):
     assert set(decisions(run)) <= {"16-bit"}
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", ["dynamo-aot_eager", *others_slow(["thunder"], exhaustive=True)])
 def test_frozen_blocks_keep_their_recipe(mode):
     block = GroupedSwiGLU(3, 32, 48, dtype=torch.bfloat16).requires_grad_(False)
     for linear in block.children():

@@ -15,7 +15,7 @@ import thunder_moe
 from thunder_moe import dequantize_, quantize_, rewrite_report, weight_cache
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
-THUNDER = pytest.param("thunder", marks=pytest.mark.slow)
+(THUNDER,) = others_slow(["thunder"], exhaustive=True)  # test_the_option_chooses_the_format has it
 OFFSETS = torch.tensor([2, 4, 4, 8], dtype=torch.int32)
 X = torch.randn(8, 64, generator=torch.Generator().manual_seed(1)).bfloat16()
 
@@ -91,7 +91,6 @@ def test_none_leaves_a_weight_in_16_bits(compiler):
     assert relative_error(out, expected(X, OFFSETS)) < 1e-2
 
 
-@pytest.mark.covering(1)
 @pytest.mark.parametrize("compiler", ["dynamo-eager", THUNDER])
 @pytest.mark.parametrize("format", ["mxfp8", linear_alone], ids=["mxfp8", "both"])
 def test_modules_that_are_quantized_before(compiler, format):

@@ -129,7 +129,7 @@ def test_shared_split_and_rank_stabilized(options):
     compare(model, args)
 
 
-@pytest.mark.parametrize("kind", ["clamped", "llama4"])
+@pytest.mark.parametrize("kind", ["clamped", pytest.param("llama4", marks=pytest.mark.exhaustive)])
 def test_torch_compile(kind):
     model, args = adapted(kind)
     inner = {"thunder_moe.inner": "aot_eager"}
@@ -233,12 +233,12 @@ def test_merge_into_nvfp4_and_back():
     assert torch.equal(model["m"](*args), before)
 
 
-@pytest.mark.parametrize("quantized", [True, False])
-def test_an_interrupted_merge_is_undone(quantized):
+@pytest.mark.parametrize(("quantized", "step"), [(True, 41), (False, 7)])
+def test_an_interrupted_merge_is_undone(quantized, step):
     model, args = adapted("mlp", quantized=quantized)
     before = model["m"](*args)
     moments = 0
-    for _ in interrupted(lambda: merge_lora_(model), step=7):
+    for _ in interrupted(lambda: merge_lora_(model), step=step):
         assert torch.equal(model["m"](*args), before)
         moments += 1
     assert moments > 5
@@ -432,7 +432,7 @@ def test_thunder_compiles_again_when_adapters_change():
     torch.nn.init.normal_(model["m"].lora_B["other"], std=0.1)
     compiled = thunder.jit(model["m"], executors=[moe_executor])
     with torch.no_grad():
-        for active in (None, "default", ("default", "other")):
+        for active in (None, ("default", "other")):
             use_lora_(model, active)
             assert relative_error(compiled(*args), model["m"](*args)) < 1e-5, active
 

@@ -103,7 +103,7 @@ def test_torch_compile():
     compare(model, x, torch.compile(model, backend="thunder_moe", fullgraph=True, options=inner))
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive  # test_lora.py has Thunder with adapters
 @pytest.mark.filterwarnings("ignore:thunder_moe rewrote no expert GEMM")
 def test_thunder():
     from thunder_moe import moe_executor

@@ -455,7 +455,7 @@ def test_a_stack_is_copied_pickled_and_moved_as_one():
     assert same(model.to(torch.float64).to(torch.float32)(x), expected)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive  # Thunder traces the modules, which other compilers' tests compare
 def test_thunder_computes_the_parts_of_a_stack():
     pytest.importorskip("thunder_moe.compilers.thunder.executor")
     import thunder

@@ -89,7 +89,7 @@ def test_a_state_dict_taken_before_still_holds_the_weights(pair):
         assert torch.equal(torch.func.functional_call(source, held, (X,)), expected)
 
 
-@pytest.mark.parametrize("backend", [None, "aot_eager"])
+@pytest.mark.parametrize("backend", [None, pytest.param("aot_eager", marks=pytest.mark.exhaustive)])
 def test_functional_call_with_a_state_dict(layout, backend):
     laid_out, others = model(layout), model("linear", seed=1)
 
@@ -149,32 +149,30 @@ def test_torch_compile_sees_the_new_layout_and_later_weights(pair):
 
 @pytest.mark.slow
 def test_thunder_sees_the_new_layout_and_later_weights(layout):
+    """A module alone, which Thunder traces in a quarter of a layer's time."""
     import thunder
 
     from thunder_moe import moe_executor
 
-    before, after = "linear", layout
-    laid_out, other = model(before), model(seed=1)
-    expected = run(laid_out)
-    compiled = thunder.jit(laid_out, executors=[moe_executor])
-    assert torch.equal(run(compiled), expected)
-    to_layout_(laid_out, after)
-    assert torch.equal(run(compiled), expected)
+    laid_out, other = model(), model(seed=1)
+    rows, offsets = X.view(-1, 64)[:16], torch.tensor([3, 3, 9, 16], dtype=torch.int32)
+    expected, later = (down(each)(rows, offsets) for each in (laid_out, other))
+    compiled = thunder.jit(down(laid_out), executors=[moe_executor])
+    assert torch.equal(compiled(rows, offsets), expected)
+    to_layout_(laid_out, layout)
+    assert down(laid_out).layout == layout
+    assert torch.equal(compiled(rows, offsets), expected)
     laid_out.load_state_dict(other.state_dict())
-    assert torch.equal(run(compiled), run(other))
+    assert torch.equal(compiled(rows, offsets), later)
+    assert {entry.gemm.weight for entry in rewrite_report(compiled)} == {"qdata"}
 
 
 def test_reports_name_the_buffers_of_every_layout(layout):
-    import thunder
-
-    from thunder_moe import moe_executor
-
     laid_out = model(layout)
     compiled = torch.compile(laid_out, fullgraph=True, backend="thunder_moe", options={"thunder_moe.inner": "eager"})
-    for function in (compiled, thunder.jit(laid_out, executors=[moe_executor])):
-        run(function)
-        names = [entry.gemm.weight for entry in rewrite_report(function)]
-        assert names == ["0.routed_experts.gate_up_proj.qdata", "0.routed_experts.down_proj.qdata"]
+    run(compiled)
+    names = [entry.gemm.weight for entry in rewrite_report(compiled)]
+    assert names == ["0.routed_experts.gate_up_proj.qdata", "0.routed_experts.down_proj.qdata"]
 
 
 def test_an_exported_program_is_right_or_fails(pair):
@@ -209,6 +207,7 @@ def test_an_exported_dense_layer_is_right_or_fails(pair):
 
 
 @pytest.mark.parametrize("compile_it", [False, True])
+@pytest.mark.covering(1)
 def test_a_backward_that_waits_is_right_or_fails(pair, compile_it):
     before, after = pair
     laid_out = model(before)
@@ -292,6 +291,7 @@ def test_scales_and_codes_are_loaded_by_their_bits(before, assign):
         ("global_scale", torch.uint8, "dtype float32"),
     ],
 )
+@pytest.mark.covering(1)
 def test_other_dtypes_do_not_load(before, assign, field, dtype, wanted):
     target = model(before)
     expected, state = run(target), target.state_dict()
@@ -420,6 +420,7 @@ def fine_grained_threads():
 
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
 @pytest.mark.parametrize("kind", INPUTS, ids=lambda kind: kind.__name__)
+@pytest.mark.covering(1)
 def test_a_forward_beside_a_change_reads_the_old_or_the_new_weight(kind, change, fine_grained_threads):
     """With buffers that were read one by one, one forward of six was wrong or failed."""
     weights = [packed(kind, seed) for seed in (0, 1)]

@@ -108,7 +108,8 @@ def test_gradient_of_the_operator(name, dtype):
 
 
 @pytest.mark.parametrize(
-    "name", others_slow(["qwen3", "deepseek_v3", "masked with zero", "ernie", "llama4"], ["deepseek_v3"])
+    "name",
+    others_slow(["qwen3", "deepseek_v3", "masked with zero", "ernie", "llama4"], ["deepseek_v3"], exhaustive=True),
 )
 def test_opcheck(name):
     logits, bias, options = make_router(name, 4)

@@ -98,11 +98,11 @@ def test_opcheck(opcheck):
     packed, _ = make()
     ops = torch.ops.thunder_moe
     bias = torch.randn(32, dtype=torch.bfloat16, requires_grad=True)
-    for lead in ((2, 3), ()):
-        rows = torch.randn(*lead, 48, dtype=torch.bfloat16, requires_grad=True)
-        opcheck(ops.f16a_nvfp4weight_scaled_mm.default, (rows, *packed, bias))
-        opcheck(ops.f16a_nvfp4weight_scaled_mm.default, (rows.detach(), *packed))
-        opcheck(ops.f16a_nvfp4weight_scaled_mm_dgrad.default, (torch.randn(*lead, 32, dtype=torch.bfloat16), *packed))
+    for lead, options in (((2, 3), {}), ((), dict(test_utils=("test_schema", "test_faketensor")))):
+        rows, grad = (torch.randn(*lead, size, dtype=torch.bfloat16) for size in (48, 32))
+        opcheck(ops.f16a_nvfp4weight_scaled_mm.default, (rows, *packed), **options)
+        opcheck(ops.f16a_nvfp4weight_scaled_mm.default, (rows.requires_grad_(), *packed, bias), **options)
+        opcheck(ops.f16a_nvfp4weight_scaled_mm_dgrad.default, (grad, *packed), **options)
 
 
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])

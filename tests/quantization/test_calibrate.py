@@ -183,14 +183,14 @@ def test_moves_to_the_device_do_not_grow_with_the_batches(monkeypatch):
     moves, to = [], nn.Module.to
     monkeypatch.setattr(nn.Module, "to", lambda module, device: (moves.append(module), to(module, device))[1])
     counts = []
-    for batches in (1, 3):
+    for batches in (1, 2):
         moves.clear()
         calibrate_(deep(3), [tokens(n) for n in range(batches)], linears=["*_proj", "lm_head"], device="cpu")
         counts.append(len(moves))
     assert counts[0] == counts[1]
 
 
-@pytest.mark.parametrize("device", [None, "cpu"])
+@pytest.mark.parametrize("device", [pytest.param(None, marks=pytest.mark.exhaustive), "cpu"])
 def test_resumes_layer_by_layer(tmp_path, monkeypatch, device):
     batches, options = [tokens(1), tokens(2)], dict(linears=["*_proj", "lm_head"], device=device)
     whole, resumed = deep(), deep()
@@ -228,7 +228,7 @@ def test_layers_that_change_their_input_or_read_others_are_run_again():
         lambda model, layer, args: args[0].add_(0.0),
         lambda model, layer, args: None if layer is model.model.layers[0] else args[0].add_(model.seen),
     ):
-        models = [deep(), deep()]
+        models = [deep(3), deep(3)]
         for model in models:
             model.seen = 0.0
             for layer in model.model.layers:
@@ -338,9 +338,8 @@ def test_the_report_prints_and_is_json():
     assert json.loads(json.dumps(asdict(found)))["weights"][2]["rows"] == 120
 
 
-# One of each kind of layer that `test_models_of_transformers` lacks:
-# experts beside dense layers, of Mamba, convolutions, linear attention, a vision model.
-KINDS_OF_LAYERS = ["deepseek_v3", "gemma4", "jamba", "lfm2_moe", "qwen3_next", "qwen3_vl_moe"]
+# Kinds of layers that `test_models_of_transformers` lacks: experts beside dense layers, of Mamba, a vision model.
+KINDS_OF_LAYERS = ["deepseek_v3", "jamba", "qwen3_vl_moe"]
 
 
 @pytest.mark.parametrize(

@@ -207,14 +207,14 @@ def test_a_model_without_data():
 def test_a_compiled_graph_reads_the_new_weights():
     base = llama4_moe()
     trainer = trained(base)
-    compiled = torch.compile(quantize_(base), fullgraph=True)
+    compiled = torch.compile(quantize_(base), backend="aot_eager", fullgraph=True)
     rows = torch.randn(2, 5, 64, dtype=BF16)
     with torch.no_grad():
         before = compiled(rows)
         with torch.compiler.set_stance("fail_on_recompile"):
             assert refresh_(compiled, trainer.state_dict()) is compiled
             after = compiled(rows)
-        wanted = torch.compile(quantize_(trainer), fullgraph=True)(rows)
+        wanted = quantize_(trainer)(rows)
     assert not torch.equal(before, after)
     assert torch.equal(after, wanted)
 

@@ -214,6 +214,7 @@ class Straight(torch.autograd.Function):
 
 @pytest.mark.parametrize("inner", ["eager", "aot_eager", *others_slow(["inductor"], exhaustive=True)])
 @pytest.mark.parametrize("first", ["inference", "training"])
+@pytest.mark.covering(1)
 def test_a_training_forward_under_no_grad_is_one(inner, first):
     module = Block(program("return F.silu(mm(x, self.a, o)) * mm(x, self.b, o)"), exact=False).requires_grad_()
     eager = copy.deepcopy(module)
@@ -446,15 +447,16 @@ def test_gemms_in_nested_graphs(inner, train, name):
         assert all("trainable" in entry.reason for entry in report)
 
 
-@pytest.mark.parametrize("name", ["checkpoint", *others_slow(["checkpointed SwiGLU", "cond"], exhaustive=True)])
-@pytest.mark.slow
+@pytest.mark.parametrize("name", ["checkpoint", "checkpointed SwiGLU", "cond"])
+@pytest.mark.exhaustive  # inductor gets the graphs that aot_eager gets
 def test_nested_graphs_with_inductor(name):
     code, decisions = NESTED[name]
     assert [entry.decision for entry in compare(program(code), "inductor", calls=2)] == decisions
 
 
 @INNERS
-@pytest.mark.parametrize("name", ["checkpoint", "cond"])
+@pytest.mark.parametrize("name", ["cond", "checkpoint"])
+@pytest.mark.covering(1)
 def test_expanded_gradients_in_nested_graphs(inner, name):
     module = Block(program(NESTED[name][0])).requires_grad_()
     function = torch.compile(module, backend="thunder_moe", fullgraph=True, options={"thunder_moe.inner": inner})

@@ -17,6 +17,7 @@ from thunder_moe import rewrite_report
 
 pytestmark = pytest.mark.filterwarnings("ignore:thunder_moe rewrote no expert GEMM")
 ON_CPU = {"thunder_moe.attention": True, "thunder_moe.inner": "aot_eager"}
+MODELS = ON_CPU | {"thunder_moe.inner": "eager"}  # whose graphs take twice as long with aot_eager
 
 
 def step_of(name, attention, *, layers=2, padded=False, texts=2, **options):
@@ -49,13 +50,13 @@ FUSED = {"qwen3_moe": True, "olmoe": True, "llama4": True, "deepseek_v3": False,
 @pytest.mark.parametrize(
     ("name", "attention"),
     [
-        *zip(FUSED, ["thunder_moe_sdpa", "sdpa", "thunder_moe_sdpa"], strict=False),
+        *zip(FUSED, ["thunder_moe_sdpa", "sdpa"], strict=False),
         *others_slow(product(FUSED, ["sdpa", "thunder_moe_sdpa"]), exhaustive=True),
     ],
 )
 def test_models(name, attention):
     step, arguments, prompt = step_of(name, attention, layers=1, padded=name == "olmoe")
-    compiled = torch.compile(step, backend="thunder_moe", fullgraph=True, options=ON_CPU)
+    compiled = torch.compile(step, backend="thunder_moe", fullgraph=True, options=MODELS)
     caches = prompt(), prompt()
     with torch.no_grad():
         for _ in range(2):
@@ -71,7 +72,7 @@ def test_models(name, attention):
 def test_prompts_are_left():
     model = tiny_model("qwen3_moe", config=tiny_config("qwen3_moe", 1), attn_implementation="sdpa")
     model.requires_grad_(False)
-    compiled = torch.compile(model, backend="thunder_moe", fullgraph=True, options=ON_CPU)
+    compiled = torch.compile(model, backend="thunder_moe", fullgraph=True, options=MODELS)
     with torch.no_grad():
         compiled(tokens(2, 9), past_key_values=StaticCache(config=tiny_config("qwen3_moe"), max_cache_len=32))
     assert "fused" not in [entry.decision for entry in rewrite_report(compiled).attention]

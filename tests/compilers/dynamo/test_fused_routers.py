@@ -39,27 +39,25 @@ def routing(targets):
     return [name.split(".")[1] for name, _ in targets if name.startswith("thunder_moe.moe_rout")]
 
 
-def decision(function):
-    (entry,) = rewrite_report(function).routers
-    assert (entry.experts, entry.top_k) == (E, A)
-    return entry.decision
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("function", FUSED, ids=lambda function: function.__name__)
-def test_a_router_is_one_operator(function, dtype, targets):
+def test_a_router_is_one_operator(dtype, targets):
     logits = torch.randn(T, E).to(dtype)
-    fast = compiled(function, "listing")
-    scores, ids = fast(logits)
-    assert decision(fast) == "moe_router"
+    fast = compiled(lambda logits: [function(logits) for function in FUSED], "listing")
+    results, entries = fast(logits), rewrite_report(fast).routers
     around = ("getitem", "squeeze", "grad_enabled")  # of a bias of two dimensions, and of a choice without gradients
-    ((name, options),) = [target for target in targets if not any(other in target[0] for other in around)]
-    assert name == "thunder_moe.moe_router.default"
-    assert {key: options[key] for key in FUSED[function]} == FUSED[function]
-    expected, expected_ids = function(logits)
-    assert scores.dtype == expected.dtype
-    dense, wanted = (torch.zeros(T, E).scatter(1, i, s.float()) for i, s in ((ids, scores), (expected_ids, expected)))
-    assert relative_error(dense, wanted) < (1e-6 if scores.dtype == torch.float32 else 4e-3)
+    operators = [target for target in targets if not any(other in target[0] for other in around)]
+    for (function, wanted), (scores, ids), entry, (name, options) in zip(
+        FUSED.items(), results, entries, operators, strict=True
+    ):
+        assert (entry.decision, entry.experts, entry.top_k) == ("moe_router", E, A), function
+        assert name == "thunder_moe.moe_router.default"
+        assert {key: options[key] for key in wanted} == wanted, function
+        expected, expected_ids = function(logits)
+        assert scores.dtype == expected.dtype, function
+        ours, theirs = (
+            torch.zeros(T, E).scatter(1, i, s.float()) for i, s in ((ids, scores), (expected_ids, expected))
+        )
+        assert relative_error(ours, theirs) < (1e-6 if scores.dtype == torch.float32 else 4e-3), function
 
 
 @pytest.mark.parametrize("function", [qwen, by_groups], ids=lambda function: function.__name__)

@@ -12,6 +12,7 @@ import sys
 import pytest
 import thunder
 import torch
+from fast_cases import others_slow
 from looseversion import LooseVersion
 from nvfuser_emulator import run, stand_in
 from torch.overrides import TorchFunctionMode
@@ -101,7 +102,7 @@ def run_as_cuda(model, *inputs, executors, **options):
         return compiled(*inputs), compiled
 
 
-@pytest.fixture(params=["moe first", pytest.param("nvFuser first", marks=pytest.mark.slow)])
+@pytest.fixture(params=["moe first", *others_slow(["nvFuser first"], exhaustive=True)])
 def executors(request, implementation):
     executors = [moe_executor, implementation.ex]
     return executors if request.param == "moe first" else executors[::-1]

@@ -377,11 +377,12 @@ def swiglu(self, x, o):
     return F.silu(g(x, self.a, o)) * g(x, self.b, o)
 
 
-@pytest.mark.parametrize("forward", FORWARDS.values(), ids=FORWARDS)
-def test_a_hidden_training_forward_runs_in_16_bit(forward, count):
+# test_a_list_of_transforms_stays_as_it_was has autograd.Function; the other checkpoint leaves the grad mode on.
+@pytest.mark.parametrize("name", others_slow(FORWARDS, ["reentrant checkpoint"], exhaustive=True))
+def test_a_hidden_training_forward_runs_in_16_bit(name, count):
     model, reference = Experts(swiglu, trainable=True), Experts(swiglu, trainable=True)
     compiled = thunder.jit(model, executors=[moe_executor])
-    function, expected = forward(compiled), forward(reference)
+    function, expected = FORWARDS[name](compiled), FORWARDS[name](reference)
     steps = []
     for module, run in ((model, function), (reference, expected)):
         module.forward_again = run
@@ -436,8 +437,8 @@ def test_gemms_inside_of_an_autograd_function_stay_and_are_reported(trainable, c
 
 @pytest.mark.parametrize(
     "options",
-    [dict(), dict(fused=True), pytest.param(dict(foreach=True), marks=pytest.mark.slow)],
-    ids=["", "fused", "foreach"],
+    [dict(fused=True), *others_slow([dict(), dict(foreach=True)], exhaustive=True)],
+    ids=["fused", "", "foreach"],
 )
 def test_weights_are_as_they_were_trained(options):
     model, reference = Experts(swiglu, trainable=True), Experts(swiglu, trainable=True)
@@ -516,12 +517,16 @@ def by_thunderfx(model):
     return torch.compile(model, backend="thunder_moe", options={"thunder_moe.inner": "thunder"}, fullgraph=True)
 
 
-@pytest.mark.parametrize("body", [swiglu, no_grad_gate, nested_modes, changes_between(CHANGES["zero_"])])
-@pytest.mark.parametrize("trainable", [True, False])
-@pytest.mark.covering(1)
-def test_thunderfx_needs_no_leave_for_gradients(body, trainable):
-    if trainable and body not in (swiglu, no_grad_gate, nested_modes):
-        pytest.skip("eager autograd refuses this")
+@pytest.mark.parametrize(
+    ("trainable", "body"),
+    [
+        (True, nested_modes),
+        (False, changes_between(CHANGES["zero_"])),
+        *others_slow([(True, swiglu), (True, no_grad_gate)], exhaustive=True),
+        *others_slow([(False, swiglu), (False, no_grad_gate), (False, nested_modes)], exhaustive=True),
+    ],
+)
+def test_thunderfx_needs_no_leave_for_gradients(trainable, body):
     model, reference = Experts(body, trainable), Experts(body, trainable)
     compiled = by_thunderfx(model)
     assert same(compiled, model, reference)
