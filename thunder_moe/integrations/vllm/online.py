@@ -104,8 +104,8 @@ def _of_all_experts(loader: Callable[..., Any]) -> Callable[..., Any]:
 def _load_weights(layer: Any, weights: Iterable[tuple[str, Tensor]]) -> Iterator[str]:
     """Load what `RoutedExperts.load_weights` loads, and return the same names.
 
-    A projection is loaded by one call if this rank has whole weights of its experts, without padding, and all of them
-    come together: in one tensor (E, N, K), or in one tensor per expert. vLLM loads the rest.
+    A projection is loaded by one call if the whole weights of this rank's experts come together, without padding: as
+    one tensor (E, N, K), or as one tensor per expert. vLLM loads the rest.
 
     Raises:
         ValueError: an expert's tensor comes twice.
@@ -121,37 +121,38 @@ def _load_projections(
     layer: Any, weights: Iterable[tuple[str, Tensor]], loaded: list[str]
 ) -> Iterator[tuple[str, Tensor]]:
     """Load projections that have come whole, add their parameters' names to `loaded`, and return the other tensors."""
-    known: dict[str, tuple[str, int, str]] = {}
-    for own, source, expert, shard in layer.get_expert_mapping(include_fused=True):
-        end = "weight" if own.endswith("_") else ""  # of a tensor of one expert
-        known[f"{source}{end}".partition(".")[2]] = f"{own}{end}".partition(".")[2], expert, shard
-    arrived: dict[tuple[str, str], dict[int, tuple[str, Tensor]]] = {}
-    done = set()
+    destinations: dict[str, tuple[str, int, str]] = {}
+    for target, source, expert, shard in layer.get_expert_mapping(include_fused=True):
+        suffix = "weight" if target.endswith("_") else ""  # of a tensor of one expert
+        name = f"{source}{suffix}".partition(".")[2]
+        destinations[name] = f"{target}{suffix}".partition(".")[2], expert, shard
+    waiting: dict[tuple[str, str], dict[int, tuple[str, Tensor]]] = {}
+    complete = set()
     for name, tensor in weights:
-        own, expert, shard = known.get(name, ("", 0, ""))
-        parameter = getattr(layer, own, None) if own else None
+        target, expert, shard = destinations.get(name, ("", 0, ""))
+        parameter = getattr(layer, target, None) if target else None
         if parameter is None:
             yield name, tensor
             continue
         count, rows, columns = parameter.shape
-        halves = 2 if own == "w13_weight" and layer.moe_config.is_act_and_mul else 1
+        halves = 2 if target == "w13_weight" and layer.moe_config.is_act_and_mul else 1
         if tensor.shape == parameter.shape and not layer.is_fused_checkpoint_transposed:
-            parameter.weight_loader(parameter, tensor, own, shard, expert_id=0)
-            loaded.append(own)
+            parameter.weight_loader(parameter, tensor, target, shard, expert_id=0)
+            loaded.append(target)
         elif tensor.shape != (rows // halves, columns):
             yield name, tensor
         elif (index := layer._map_global_expert_id_to_local_expert_id(expert)) >= 0:
-            experts = arrived.setdefault((own, shard), {})
-            if index in experts or (own, shard) in done:
+            experts = waiting.setdefault((target, shard), {})
+            if index in experts or (target, shard) in complete:
                 raise ValueError(f"{name} of {layer.layer_name!r}: got two tensors, wanted one")
             experts[index] = name, tensor
             if len(experts) == count:
-                whole = [experts[index][1] for index in range(count)]
-                parameter.weight_loader(parameter, whole, own, shard, expert_id=0)
-                loaded.append(own)
-                done.add((own, shard))
+                tensors = [experts[index][1] for index in range(count)]
+                parameter.weight_loader(parameter, tensors, target, shard, expert_id=0)
+                loaded.append(target)
+                complete.add((target, shard))
                 experts.clear()
-    for experts in arrived.values():
+    for experts in waiting.values():
         yield from experts.values()
 
 
