@@ -61,7 +61,7 @@ ALL_CHECKS = ("test_schema", "test_autograd_registration", "test_faketensor", "t
 
 @pytest.mark.parametrize(("recipe", "checks"), [("fp8", ALL_CHECKS), ("mxfp8", "test_faketensor")])
 def test_operators_of_rows_in_8_bits(run, recipe, checks):
-    """Of a recipe, shapes alone depend."""
+    """Check all of one recipe, and the shapes of the other: nothing else depends on it."""
     run(programs.opcheck_of_rows_in_8_bits, recipe, checks, first=2)
 
 

@@ -75,17 +75,16 @@ def test_function_prologue_pruning_and_default_executors():
 
 def test_layouts_compute_the_same():
     experts, results = nn.ModuleList([GroupedSwiGLU(4, 128, 64, dtype=BF16)]), []
-    linear, tiled = (quantize_(copy.deepcopy(experts), layout=layout)[0] for layout in ("linear", "tiled_64x64"))
-    compiled = jit(tiled)
-    for run in (linear, compiled):
+    for layout in ("linear", "tiled_64x64"):
+        compiled = jit(quantize_(copy.deepcopy(experts), layout=layout)[0])
         leaf = torch.linspace(-3, 3, 8 * 128).sin().view(8, 128).to(BF16).requires_grad_()
-        out = run(leaf, EVEN)
+        out = compiled(leaf, EVEN)
         out.square().sum().backward()
         results.append((out, leaf.grad))
-    assert [entry.reason for entry in rewrite_report(compiled)] == ["quantized beforehand"] * 2
-    traces = [traces(compiled)[-1] for traces in (thunder.last_traces, thunder.last_backward_traces)]
-    calls = [bsym for trace in traces for bsym in trace.bound_symbols if "f16a_nvfp4weight" in bsym.sym.name]
-    assert [bsym.kwargs["layout"] for bsym in calls] == ["tiled_64x64"] * 4
+        assert [entry.reason for entry in rewrite_report(compiled)] == ["quantized beforehand"] * 2
+        traces = [traces(compiled)[-1] for traces in (thunder.last_traces, thunder.last_backward_traces)]
+        calls = [bsym for trace in traces for bsym in trace.bound_symbols if "f16a_nvfp4weight" in bsym.sym.name]
+        assert [bsym.kwargs["layout"] for bsym in calls] == [layout] * 4
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
@@ -116,7 +115,7 @@ def test_a_weight_that_is_returned_too_stays_an_input(returned):
     assert symbols(compiled) == [NVFP4]
 
 
-@pytest.mark.parametrize("heads", [(4, 2), (3, 1)])
+@pytest.mark.parametrize("heads", [(4, 2), (3, 1), *others_slow([((2, 2),)], exhaustive=True)])
 @pytest.mark.filterwarnings("ignore::thunder_moe.RewriteWarning")
 def test_attention_whose_heads_share_keys(heads):
     """Models of transformers ask for `enable_gqa` in a prompt, and Thunder's own symbol does not take it."""

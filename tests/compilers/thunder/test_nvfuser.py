@@ -211,8 +211,9 @@ def test_calibrated_scales_need_no_reduction(fusions, implementation):
     assert relative_error(out, oracle(x, offsets)) < KERNEL_TOLERANCE[BF16]
     assert relative_error(out, Experts(model)(x, offsets)) > 0.02
     assert " fd.ops.max(" not in fusions[0]
-    with pytest.raises(ValueError, match="nvfp4_activation_amax: got .* for 'gate_proj.weight', wanted a positive"):
-        run_as_cuda(model, x, offsets, **options | dict(nvfp4_activation_amax={"gate_proj.weight": torch.nan}))
+    for wrong in (0.0, torch.nan):
+        with pytest.raises(ValueError, match="nvfp4_activation_amax: got .* for 'gate_proj.weight', wanted a positive"):
+            run_as_cuda(model, x, offsets, **options | dict(nvfp4_activation_amax={"gate_proj.weight": wrong}))
 
 
 @pytest.mark.slow

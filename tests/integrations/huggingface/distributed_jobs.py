@@ -55,7 +55,7 @@ def beside(path, plain, config):
 
 
 def compiled(path, config):
-    """What the compiled block of experts gives, and the eager one."""
+    """Return the outputs of a compiled block of experts, and of the eager one."""
     block = load(path, config).model.layers[0].mlp
     hidden = torch.randn(2, 9, 64, generator=torch.Generator().manual_seed(0))
     run = torch.compile(block, backend="aot_eager", fullgraph=True)

@@ -177,7 +177,7 @@ def test_other_routers_stay(name, kind, settings):
     assert not isinstance(layer.gate, FusedRouter)
 
 
-# One class of each row: those of a row are copies in transformers, which `make test-matrix` runs for a new version.
+# One class of each row: the classes of a row are copies in transformers, and `make test-matrix` runs all of them.
 @pytest.mark.parametrize(("row", "module", "kind"), one_of_each((row, *name) for name, row in ROUTERS.items()))
 def test_each_class_of_the_table_computes_what_it_says(row, module, kind):
     found = 0

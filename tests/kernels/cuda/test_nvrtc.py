@@ -222,8 +222,7 @@ AGAIN = {(9, 0): FIRST[8, 0], (12, 0): [*FIRST[8, 0], ATTENTION], (10, 0): [*FIR
 
 @pytest.fixture
 def kept(monkeypatch, request):
-    """Machine code is cached apart from the user's, for the next run of the tests. It is optimized where no tests are
-    left out, as it is for users."""
+    """Cache machine code apart from the user's, for the next run of the tests. Only runs of all tests optimize it."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(code_cache.folder() / "tests"))
     if "not exhaustive" in request.config.option.markexpr or "not slow" in request.config.option.markexpr:
         monkeypatch.setattr(nvrtc, "_OPTIONS", (*nvrtc._OPTIONS, "--Ofast-compile=max"))
